@@ -26,16 +26,14 @@ class AttentionalGru(nn.Module):
         self.of_inputs, self.of_state = (glorot(nn.Linear(width, 3 * width)) for _ in range(2))
 
     def forward(self, inputs: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-        """The last state float32 [B, width] of ``inputs`` [B, T, width]; ``near``: [B, T], where 0 leaves the
-        state as it was."""
+        """The last state [B, width] of ``inputs`` float32 [B, T, width]; 0 in ``near`` [B, T] keeps it."""
         state, gates = torch.zeros_like(inputs[:, 0]), self.of_inputs(inputs)
         # Unbound, for the gradient of each step's part would else be as large as that of all steps.
         for gate, close in zip(gates.unbind(1), near.unsqueeze(2).unbind(1), strict=True):
             reset, update, new = gate.chunk(3, dim=1)
             own_reset, own_update, own_new = self.of_state(state).chunk(3, dim=1)
             candidate = torch.tanh(new + torch.sigmoid(reset + own_reset) * own_new)
-            moved = torch.sigmoid(update + own_update) * close
-            state = state + moved * (candidate - state)
+            state = state + torch.sigmoid(update + own_update) * close * (candidate - state)
         return state
 
 

@@ -89,6 +89,31 @@ def require_known(names: Sequence[str], known: Sequence[str], key: str) -> None:
             raise UserError(f"{key}: no feature '{shown(name)}'; {nearest_or_all(name, known)}")
 
 
+def candidates_of(schema: Schema, named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """The candidate's features: those that the recipe has ``named``, or whose side the ``schema`` says.
+    ``UserError`` if neither does, or if the two contradict each other."""
+    require_known(named, known, "model.candidate")
+    if not named and not schema.items:
+        raise UserError(
+            "model=two_tower: which features are the candidate's? Say side: item of them in data.features, "
+            "or name them, model.candidate=[item,price]"
+        )
+    for name in named:
+        if name in schema.users or (schema.items and name not in schema.items):
+            said = "side: user" if name in schema.users else "no side: item"
+            raise UserError(
+                f"model.candidate names '{shown(name)}', of which data.features say {said}: leave "
+                "model.candidate out, or say the same"
+            )
+    left = next((name for name in schema.items if named and name not in named), None)
+    if left is not None:
+        raise UserError(
+            f"model.candidate lacks '{shown(left)}', of which data.features say side: item: leave "
+            "model.candidate out, or say the same"
+        )
+    return named or schema.items
+
+
 class LinearPart(nn.Module):
     """w·x + b: each id and each dense feature has a weight for each output.
 

@@ -18,8 +18,7 @@ from recpipe.models.parts import SelfAttention, outputs_of
 
 
 class Block(nn.Module):
-    """Attention to the events up to each, and two linear layers with a ReLU between; each takes its input
-    normalized and is added to it."""
+    """Attention to the events up to each, and an MLP: each takes its input normalized and is added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,8 +67,7 @@ class CausalTransformer(nn.Module):
 
 
 class SASRec(nn.Module):
-    """The product of the state after a history's latest event with the target's vector. Nothing but histories
-    and targets is looked at."""
+    """The product of the state after a history's latest event with the target's vector, and nothing else."""
 
     def __init__(
         self,
@@ -106,8 +104,7 @@ class SASRec(nn.Module):
     def forward(
         self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor
     ) -> torch.Tensor | dict[str, Any]:
-        """Logits float32 [B, L], or ``query`` and ``candidate`` [B, D]; of each position while it is trained
-        at every one."""
+        """Logits float32 [B, L], or ``query`` and ``candidate`` [B, D]; of each position in training."""
         histories = self.histories(sparse_features)
         pairs = zip(self.transformers, histories, strict=True)
         states = [transformer(one.events, one.present) for transformer, one in pairs]

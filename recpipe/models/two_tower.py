@@ -12,9 +12,9 @@ from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recpipe.data.schema import Schema
-from recpipe.errors import UserError, shown
+from recpipe.errors import UserError
 from recpipe.model.config import Sizes
-from recpipe.models.parts import Places, features_of, glorot, outputs_of, require_known
+from recpipe.models.parts import Places, candidates_of, features_of, glorot, outputs_of
 
 
 class Tower(nn.Module):
@@ -39,31 +39,6 @@ class Tower(nn.Module):
             parts.append(self.dense(dense_features))
         vectors: torch.Tensor = self.layers(torch.cat(parts, dim=1))
         return vectors
-
-
-def candidates_of(schema: Schema, named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """The candidate's features: those that the recipe has ``named``, or whose side the ``schema`` says.
-    ``UserError`` if neither does, or if the two contradict each other."""
-    require_known(named, known, "model.candidate")
-    if not named and not schema.items:
-        raise UserError(
-            "model=two_tower: which features are the candidate's? Say side: item of them in data.features, "
-            "or name them, model.candidate=[item,price]"
-        )
-    for name in named:
-        if name in schema.users or (schema.items and name not in schema.items):
-            said = "side: user" if name in schema.users else "no side: item"
-            raise UserError(
-                f"model.candidate names '{shown(name)}', of which data.features say {said}: leave "
-                "model.candidate out, or say the same"
-            )
-    left = next((name for name in schema.items if named and name not in named), None)
-    if left is not None:
-        raise UserError(
-            f"model.candidate lacks '{shown(left)}', of which data.features say side: item: leave "
-            "model.candidate out, or say the same"
-        )
-    return named or schema.items
 
 
 class TwoTower(nn.Module):

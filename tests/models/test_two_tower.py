@@ -16,7 +16,8 @@ from recpipe.data.make import open_source
 from recpipe.data.schema import Schema
 from recpipe.errors import UserError
 from recpipe.model.losses.ranking import InBatchSoftmax
-from recpipe.models.two_tower import TwoTower, candidates_of
+from recpipe.models.parts import candidates_of
+from recpipe.models.two_tower import TwoTower
 from tests.models.published import batches, made, schema_of
 
 CANDIDATE = "model.candidate=[item,liked,age]"
