@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recpipe_deeprecsys.load import OFFLINE, SERVER, SINGLE_STREAM, Load, Outcome, Target
@@ -11,6 +11,10 @@ BEGIN = 0.7
 """The first rate, as a share of what the target takes offline."""
 UP, DOWN = 1.3, 0.6
 """What the rate is multiplied by until one rate is valid and another is not."""
+NEAR = 1.12, 0.88
+"""And where the largest one is known about."""
+AGAIN = 2
+"""Runs at a rate that must all be bad before it counts as bad: a single one may have been disturbed."""
 KEEPS_UP = 0.9
 """Which share of the requests that come in a second must be answered in one: what is left when the last one
 has come is answered later."""
@@ -41,6 +45,19 @@ def is_good(outcome: Outcome, load: Load) -> bool:
     return outcome.valid and outcome.latency_ms[load.percentile] <= load.bound_ms and kept_up
 
 
+def repeated(run: Run, good: Callable[[Outcome], bool]) -> Run:
+    """``run``, made ``AGAIN`` times at most until it is good."""
+
+    def again(rate: float) -> Outcome:
+        outcome = run(rate)
+        for _ in range(AGAIN - 1):
+            if not good(outcome):
+                outcome = run(rate)
+        return outcome
+
+    return again
+
+
 def bisected(
     run: Run,
     first: float,
@@ -49,11 +66,13 @@ def bisected(
     up: float = UP,
     down: float = DOWN,
     least: float = 0.0,
+    known: float = 0.0,
 ) -> list[Outcome]:
     """Runs, from the rate ``first`` on, until a good and a bad rate differ by at most ``tolerance``, relative
-    to the good one. Where no rate is good, down to the rate ``least``, and ``MOST`` runs."""
+    to the good one. Where no rate is good, down to the rate ``least``, and ``MOST`` runs. ``known``: a
+    smaller rate that is good; 0: none is known."""
     tried: list[Outcome] = []
-    low, high, rate = 0.0, float("inf"), first
+    low, high, rate = known, float("inf"), first
     while low or (len(tried) < MOST and (rate >= least or not tried)):
         tried.append(run(rate))
         if good(tried[-1]):
@@ -66,9 +85,15 @@ def bisected(
     return tried
 
 
-def measured(target: Target, load: Load, tolerance: float, say: Callable[[Outcome], None]) -> Bounded:
+def measured(
+    target: Target,
+    load: Load,
+    tolerance: float,
+    say: Callable[[Outcome], None],
+    near: float | None = None,
+) -> Bounded:
     """The latency of single requests, the throughput offline, and the largest rate of a server. ``say`` is
-    told of each run."""
+    told of each run. ``near``: about the largest rate, if it is known."""
 
     def run(scenario: str, rate: float | None = None) -> Outcome:
         outcome = load.run(target, scenario, rate)
@@ -78,27 +103,41 @@ def measured(target: Target, load: Load, tolerance: float, say: Callable[[Outcom
     single = run(SINGLE_STREAM)
     # A run of about so many seconds; the rate by which it is made so long is not known before.
     offline = run(OFFLINE, 1e3 / single.latency_ms["50"])
-    if single.latency_ms[load.percentile] > load.bound_ms:
-        alone = single.latency_ms[load.percentile]
-        why = (
-            f"bound_ms={load.bound_ms:g}: a request that comes alone takes {alone:.3g} ms at "
-            f"p{load.percentile} already; raise it, or lower the requests' sizes"
-        )
+    if (why := too_slow(single, load)) is not None:
         return Bounded(single, offline, (), None, why)
+
+    def good(outcome: Outcome) -> bool:
+        return is_good(outcome, load)
+
     found = bisected(
-        lambda rate: run(SERVER, rate),
-        BEGIN * offline.completed,
-        lambda o: is_good(o, load),
+        repeated(lambda rate: run(SERVER, rate), good),
+        near or BEGIN * offline.completed,
+        good,
         tolerance,
+        *((UP, DOWN) if near is None else NEAR),
         least=LEAST * offline.completed,
     )
-    good = [outcome for outcome in found if is_good(outcome, load)]
-    best = max(good, key=lambda outcome: outcome.rate or 0.0, default=None)
-    none = (
-        f"no rate down to {found[-1].rate:.3g} requests/s is valid by LoadGen within {load.bound_ms:g} ms at "
+    best = max(filter(good, found), key=lambda outcome: outcome.rate or 0.0, default=None)
+    return Bounded(single, offline, tuple(found), best, none_valid(found, load) if best is None else None)
+
+
+def too_slow(single: Outcome, load: Load) -> str | None:
+    """Why no rate can be valid, from requests that came one at a time; None: one can."""
+    alone = single.latency_ms[load.percentile]
+    if alone <= load.bound_ms:
+        return None
+    return (
+        f"bound_ms={load.bound_ms:g}: a request that comes alone takes {alone:.3g} ms at "
+        f"p{load.percentile} already; raise it, or lower the requests' sizes"
+    )
+
+
+def none_valid(tried: Sequence[Outcome], load: Load) -> str:
+    """That none of these runs was good."""
+    return (
+        f"no rate down to {tried[-1].rate:.3g} requests/s is valid by LoadGen within {load.bound_ms:g} ms at "
         f"p{load.percentile}: raise bound_ms, or seconds if the machine is busy"
     )
-    return Bounded(single, offline, tuple(found), best, none if best is None else None)
 
 
 def valid_or_none(found: Bounded) -> float | None:

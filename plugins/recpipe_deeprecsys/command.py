@@ -25,7 +25,7 @@ from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome, Target, requ
 from recpipe_deeprecsys.made import package_of
 from recpipe_deeprecsys.over_http import Served, bodies_of
 from recpipe_deeprecsys.requests import Candidates, Range, requests_of
-from recpipe_deeprecsys.search import SMALLEST, Tried, axes_of, best_of, measuring, searched
+from recpipe_deeprecsys.search import SMALLEST, STATIC, Tried, axes_of, best_of, measuring, searched
 
 
 def bench_serve(words: Sequence[str]) -> int:
@@ -113,7 +113,9 @@ class Measured:
     extra: list[Outcome]
     batching: Batching
     fixed: Bounded | None = None
-    """Of the batching that the search is compared with."""
+    """With every request cut over the processes (``cut_over_cores``)."""
+    static: Bounded | None = None
+    """With DeepRecSys's own parts (``deeprecsys_parts``)."""
     tried: list[Tried] = field(default_factory=list)
     each: list[dict[str, Any]] = field(default_factory=list)
     """Of several models the latency of each at the largest valid rate."""
@@ -134,20 +136,21 @@ def set_up(
             drawn = Candidates.drawn(place, manifest, options.candidates, options.ids, options.seed)
             if options.http or options.address is not None:
                 bodies = bodies_of(manifest, drawn, requests)
-                own = (options.connections, options.threads, rows, directory / "serve.log", options.address)
+                own = (options.connections, rows, directory / "serve.log", options.address)
                 served = Served(place, bodies, *own)
                 stack.callback(served.close)
                 yield served, requests[: len(bodies)]
                 return
             found = stack.enter_context(processes(place, drawn, options.workers, options.threads, rows))
-            engines.append(Engine(found, requests, batching_of(options)))
+            engines.append(Engine(found, requests, batching_of(options), 1 if rows else 0))
             stack.callback(engines[-1].close)
         yield InProcess(engines, Colocated(engines) if len(engines) > 1 else None), requests
 
 
 def batching_of(options: BenchOptions) -> Batching:
     """The one that the options say."""
-    return Batching(options.batch, options.wait_ms, options.merge, options.workers)
+    spread = (options.workers, options.share, options.threads)
+    return Batching(options.batch, options.wait_ms, options.merge, *spread)
 
 
 def measure(package: Path, options: BenchOptions, rows: Sequence[str], directory: Path) -> dict[str, Any]:
@@ -176,35 +179,53 @@ def plain(setup: Setup, load: Load, options: BenchOptions) -> Measured:
 
 
 def searching(setup: Setup, load: Load, options: BenchOptions, requests: Sequence[Range]) -> Measured:
-    """The fixed batching, the search, and then the largest rate in the best one."""
-    fixed = None
+    """The batchings that the search is compared with, the search, and then the largest rate in the best
+    one."""
+    fixed = static = None
     if not options.http:
-        cut = cut_over_cores(options)
+        cut, parts = cut_over_cores(options), deeprecsys_parts(options)
+        log.info("parts of %d candidates, as DeepRecSys's baseline has them:", parts.batch)
+        static = measured(setup.use(parts), load, options.tolerance, said)
         log.info("every request cut over %d processes at %d candidates:", options.workers, cut.batch)
         fixed = measured(setup.use(cut), load, options.tolerance, said)
-    before, tried = climbed(setup, load, options, max(high - low for low, high in requests))
+    before, tried = climbed(setup, load, options, [high - low for low, high in requests])
     if not tried:
-        return Measured(before, [], batching_of(options), fixed)
-    best = best_of(tried).batching
-    log.info("the best one, %s:", told(best))
-    target = setup.use(best)
-    bounded = measured(target, load, options.tolerance, said)
-    return Measured(bounded, [load.run(target, SERVER, rate) for rate in options.rates], best, fixed, tried)
+        return Measured(before, [], batching_of(options), fixed, static)
+    best = best_of(tried)
+    log.info("the best one, %s:", told(best.batching))
+    target = setup.use(best.batching)
+    bounded = measured(target, load, options.tolerance, said, best.rate)
+    extra = [load.run(target, SERVER, rate) for rate in options.rates]
+    return Measured(bounded, extra, best.batching, fixed, static, tried)
+
+
+def deeprecsys_parts(options: BenchOptions) -> Batching:
+    """DeepRecSys's own baseline: parts of a size that is the same for all models, none of which are put
+    together."""
+    return Batching(STATIC, 0.0, False, options.workers)
 
 
 def cut_over_cores(options: BenchOptions) -> Batching:
-    """DeepRecSys's baseline: parts as large as the largest request's are when it is cut evenly over the
-    processes, none of which are put together."""
+    """What that baseline is on these cores: parts as large as the largest request's are when it is cut evenly
+    over the processes."""
     return Batching(-(-options.size_max // options.workers), 0.0, False, options.workers)
 
 
-def climbed(setup: Setup, load: Load, options: BenchOptions, largest: int) -> tuple[Bounded, list[Tried]]:
-    """What the search has found first, and all that it has tried, for requests of up to ``largest``
-    candidates; nothing if no rate is within the bound.
+def climbed(
+    setup: Setup, load: Load, options: BenchOptions, sizes: Sequence[int]
+) -> tuple[Bounded, list[Tried]]:
+    """What the search has found first, and all that it has tried, for requests with so many candidates;
+    nothing if no rate is within the bound.
 
     It begins with the options' batching; where requests are cut and no rate of that is valid, with half as
-    large parts, and so on."""
-    start = batching_of(options)
+    large parts, and so on. A server cuts none: smaller batches than most requests are the same there."""
+
+    def fitted(batching: Batching) -> Batching:
+        """A server's process scores with the cores that would have nothing to do."""
+        cores = len(os.sched_getaffinity(0)) // batching.workers
+        return replace(batching, threads=max(options.threads, cores)) if options.http else batching
+
+    start, load = fitted(batching_of(options)), replace(load, hasty=True)
     while True:
         log.info("the search from %s on:", told(start))
         before = measured(setup.use(start), load, options.tolerance, said)
@@ -215,18 +236,20 @@ def climbed(setup: Setup, load: Load, options: BenchOptions, largest: int) -> tu
     if before.best is None:
         return before, []
     climb = measuring(setup.use, load, options.tolerance, BEGIN * before.offline.completed, said)
+    smallest = sorted(sizes)[len(sizes) // 2] if options.http else SMALLEST
 
     def own(batching: Batching, floor: float) -> float | None:
         found = valid_or_none(before) if batching == start else climb(batching, floor)
         log.info("%s: %s requests/s", told(batching), f"{found:,.1f}" if found else f"not above {floor:,.1f}")
         return found
 
-    return before, searched(start, axes_of(start, largest, options.bound_ms), own)
+    return before, searched(start, axes_of(start, max(sizes), options.bound_ms, smallest), own, fitted)
 
 
 def told(batching: Batching) -> str:
     """A batching in a few words."""
-    return f"batch={batching.batch} wait_ms={batching.wait_ms:g} workers={batching.workers}"
+    threads = f" threads={batching.threads}" if batching.threads > 1 else ""
+    return f"batch={batching.batch} wait_ms={batching.wait_ms:g} workers={batching.workers}{threads}"
 
 
 def said(outcome: Outcome) -> None:
@@ -235,6 +258,8 @@ def said(outcome: Outcome) -> None:
     told = ", ".join(f"p{name} {outcome.latency_ms[name]:.2f} ms" for name in ("50", "95", "99"))
     if outcome.scenario == OFFLINE:
         told = f"{outcome.completed:,.1f} requests/s"
+    if outcome.cut:
+        told = "ended early, since too many were late"
     log.info("%s%s: %s, %s", outcome.scenario, what, told, "VALID" if outcome.valid else "INVALID")
 
 
@@ -243,9 +268,15 @@ def report_of(
 ) -> dict[str, Any]:
     """The content of bench.json."""
     each = sum(high - low for low, high in requests) / len(requests)
-    bounded, fixed = found.bounded, found.fixed
-    best, rate = bounded.best, valid_or_none(bounded)
-    fixed_rate = None if fixed is None else valid_or_none(fixed)
+    bounded, best, rate = found.bounded, found.bounded.best, valid_or_none(found.bounded)
+
+    def beside(other: Bounded | None) -> tuple[dict[str, Any] | None, float | None]:
+        """The largest valid rate of another batching, and how many times that this one is."""
+        if other is None or other.best is None or not other.best.rate:
+            return None, None
+        return asdict(other.best), None if rate is None else rate / other.best.rate
+
+    (fixed, gain), (static, static_gain) = beside(found.fixed), beside(found.static)
     return {
         "schema": SCHEMA,
         "task": "bench-serve",
@@ -257,8 +288,10 @@ def report_of(
         "candidates_per_second": None if rate is None else rate * each,
         "why": bounded.why,
         "runs": [asdict(run) for run in (bounded.single, bounded.offline, *bounded.tried, *found.extra)],
-        "fixed": None if fixed is None or fixed.best is None else asdict(fixed.best),
-        "gain": None if rate is None or fixed_rate is None else rate / fixed_rate,
+        "fixed": fixed,
+        "gain": gain,
+        "static": static,
+        "static_gain": static_gain,
         "search": [asdict(one) for one in found.tried],
         "models": found.each,
         "environment": environment(),

@@ -1,4 +1,4 @@
-"""Requests cut into parts, and parts put together into batches, for processes that score them."""
+"""Requests cut into parts, or put together into batches, for processes that score them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from time import monotonic
@@ -22,6 +21,8 @@ from recpipe.errors import UserError
 from recpipe_deeprecsys.requests import Candidates, Range
 from recpipe_deeprecsys.scoring import Job, packed, work
 
+SHARED = 16
+"""Candidates of the smallest parts that a request is cut into because processes are free."""
 STOP = 10.0
 """Seconds that a process may take to end."""
 
@@ -34,11 +35,13 @@ class Batching:
     wait_ms: float = 0.0
     merge: bool = True
     workers: int = 1
+    share: bool = False
+    threads: int = 1
 
 
 @dataclass
 class _Asked:
-    """A request of which ``left`` parts are not scored yet."""
+    """A request of which ``left`` candidates are not scored yet."""
 
     done: Callable[[], None]
     left: int
@@ -46,6 +49,8 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Part:
+    """Some candidates of a request."""
+
     asked: _Asked
     range: Range
     since: float
@@ -57,68 +62,69 @@ class _Part:
 
 @dataclass
 class Worker:
-    """One process: what it scores now; empty: nothing."""
+    """One process, and the batches that it has been given and has not answered, in their order."""
 
     process: multiprocessing.process.BaseProcess
     connection: Connection
-    batch: list[_Part] = field(default_factory=list)
-
-
-def parts_of(low: int, high: int, most: int) -> list[Range]:
-    """The range cut into as few parts of at most ``most`` as there can be, of which none is more than one
-    longer than another."""
-    count = -(-(high - low) // most)
-    cuts = [low + (high - low) * part // count for part in range(count + 1)]
-    return list(pairwise(cuts))
+    batches: deque[list[_Part]] = field(default_factory=deque)
 
 
 class Queue:
-    """The parts that wait, and which of them are scored next, without processes or a clock of its own."""
+    """The requests that wait, and which part of them is scored next, without processes or a clock of its
+    own."""
 
     def __init__(self, batching: Batching) -> None:
         self.batching = batching
         self.parts: deque[_Part] = deque()
+        """Of each request what is not in a batch yet."""
+        self.size = 0
+        """Candidates that wait."""
 
     def put(self, asked: Range, done: Callable[[], None], now: float) -> None:
         """Add a request."""
-        ranges = parts_of(*asked, self.batching.batch)
-        one = _Asked(done, len(ranges))
-        self.parts.extend(_Part(one, own, now) for own in ranges)
+        size = asked[1] - asked[0]
+        self.parts.append(_Part(_Asked(done, size), asked, now))
+        self.size += size
 
     def due(self, now: float) -> float | None:
         """In how many seconds the next batch is to be scored, at most 0 if now; None: nothing waits."""
         if not self.parts:
             return None
-        if not self.batching.wait_ms or self._full():
+        if not self.batching.wait_ms or not self.batching.merge or self.size >= self.batching.batch:
             return 0.0
         return self.parts[0].since + self.batching.wait_ms / 1e3 - now
 
-    def _full(self) -> bool:
-        size = 0
-        for part in self.parts:
-            size += part.size
-            if size >= self.batching.batch:
-                return True
-        return not self.batching.merge
+    def take(self, free: int = 1) -> list[_Part]:
+        """The next batch, where so many processes are ``free``: a part of one request, or several whole ones.
 
-    def take(self) -> list[_Part]:
-        """The next batch."""
-        taken = [self.parts.popleft()]
-        size = taken[0].size
-        while self.batching.merge and self.parts and size + self.parts[0].size <= self.batching.batch:
+        A request is cut into as few parts as there can be, none of them more than one longer than another."""
+        most = self.batching.batch
+        if self.batching.share and free > 1:
+            most = min(most, max(SHARED, -(-self.size // free)))
+        first = self.parts.popleft()
+        low, high = first.range
+        size = -(-first.size // -(-first.size // most))
+        if size < first.size:
+            self.parts.appendleft(replace(first, range=(low + size, high)))
+        taken = [replace(first, range=(low, low + size))]
+        while self.batching.merge and self.parts and size + self.parts[0].size <= most:
             taken.append(self.parts.popleft())
             size += taken[-1].size
+        self.size -= size
         return taken
 
 
 class Engine:
     """Processes that score, fed from one queue: whichever is free takes the next batch (``Target``).
 
-    ``use`` sets how; the processes stay.
+    ``use`` sets how; the processes stay. ``ahead``: how many batches more a process is given while it scores
+    one, so that it can have their rows read.
     """
 
-    def __init__(self, workers: Sequence[Worker], requests: Sequence[Range], batching: Batching) -> None:
-        self.workers, self.requests = list(workers), list(requests)
+    def __init__(
+        self, workers: Sequence[Worker], requests: Sequence[Range], batching: Batching, ahead: int = 0
+    ) -> None:
+        self.workers, self.requests, self.ahead = list(workers), list(requests), ahead
         self._lock = threading.Lock()
         self._queue = Queue(batching)
         self._fault: str | None = None
@@ -168,15 +174,17 @@ class Engine:
 
     def _feed(self) -> float | None:
         """Give batches to the processes that are free; returns in how many seconds to look again, if so."""
-        for worker in self.workers[: self._queue.batching.workers]:
-            if worker.batch:
-                continue
-            due = self._queue.due(monotonic())
-            if due is None or due > 0:
-                return due
-            worker.batch = self._queue.take()
-            with suppress(OSError):  # it has died, which its end of the connection says
-                worker.connection.send_bytes(packed([part.range for part in worker.batch]))
+        own = self.workers[: self._queue.batching.workers]
+        for given in range(1 + self.ahead):
+            free = [worker for worker in own if len(worker.batches) == given]
+            for number, worker in enumerate(free):
+                due = self._queue.due(monotonic())
+                if due is None or due > 0:
+                    return due
+                batch = self._queue.take(len(free) - number)
+                worker.batches.append(batch)
+                with suppress(OSError):  # it has died, which its end of the connection says
+                    worker.connection.send_bytes(packed([part.range for part in batch]))
         return None
 
     def _receive(self) -> None:
@@ -208,11 +216,10 @@ class Engine:
     def _answered(self, worker: Worker) -> list[Callable[[], None]]:
         """The requests that are done with the parts that ``worker`` has scored."""
         found = []
-        for part in worker.batch:
-            part.asked.left -= 1
+        for part in worker.batches.popleft():
+            part.asked.left -= part.size
             if not part.asked.left:
                 found.append(part.asked.done)
-        worker.batch = []
         return found
 
     def _died(self, worker: Worker) -> list[Callable[[], None]]:
@@ -223,10 +230,11 @@ class Engine:
             self._fault = (
                 f"a process that scores has ended with status {worker.process.exitcode}: see what it printed"
             )
-            parts = [*self._queue.parts, *(part for own in self.workers for part in own.batch)]
+            given = [part for own in self.workers for batch in own.batches for part in batch]
+            parts = [*self._queue.parts, *given]
             self._queue.parts.clear()
             for own in self.workers:
-                own.batch = []
+                own.batches.clear()
             asked = {id(part.asked): part.asked for part in parts}
         return [own.done for own in asked.values()]
 

@@ -6,19 +6,26 @@ import json
 import math
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
+from recpipe.common.process import old_objects_kept
 from recpipe.errors import UserError
 from recpipe_deeprecsys.config import PERCENTILES
 
 SERVER, OFFLINE, SINGLE_STREAM = "Server", "Offline", "SingleStream"
 LOGS = ("mlperf_log_summary.txt", "mlperf_log_detail.txt")
-LATE = 20
-"""A server with so many bounds' worth of requests waiting is taken to be overloaded, and the run ends."""
+LATE, FEW = 20, 16
+"""A server with so many bounds' worth of requests waiting is taken to be overloaded, and the run ends; so
+many may wait in any case."""
+MORE = 1.3
+"""LoadGen hardly issues more than so many times the requests that a run is to have: their times are
+random."""
 BOUNDS = 20
 """A run takes so many times the bound, at least: in a shorter one the queue of an overloaded server need not
 grow beyond the bound, and LoadGen would call it valid."""
@@ -53,6 +60,8 @@ class Outcome:
     queries: int = 0
     why: tuple[str, ...] = ()
     """Why it is not valid, in LoadGen's words."""
+    cut: bool = False
+    """Whether it ended when it was sure not to be valid (``Load.hasty``): latencies are then no measure."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,13 @@ class Load:
     seed: int
     logs: Path | None = None
     """Where LoadGen's own logs of the latest run of each scenario are kept; None: nowhere."""
+    hasty: bool = False
+    """Whether a server's run ends as soon as it is sure not to be valid."""
 
     @property
     def least(self) -> int:
         """The fewest requests by which LoadGen can say that a run is valid, if none is late."""
-        return math.ceil(math.log(1 - CONFIDENCE) / math.log(float(self.percentile) / 100))
+        return fewest(float(self.percentile))
 
     def run(self, target: Target, scenario: str, rate: float | None = None) -> Outcome:
         """One run. ``rate``: of ``Server`` the requests a second, of ``Offline`` about how many it takes."""
@@ -92,8 +103,12 @@ class Load:
         if scenario == SERVER and rate is not None:
             settings.server_target_latency_ns = round(1e6 * self.bound_ms)
             settings.server_target_latency_percentile = share
-            settings.server_max_async_queries = 64 + math.ceil(rate * LATE * self.bound_ms / 1e3)
-        with tempfile.TemporaryDirectory(prefix="recpipe-loadgen-") as folder:
+            settings.server_max_async_queries = FEW + math.ceil(rate * LATE * self.bound_ms / 1e3)
+        watched = Watched(target, math.inf, 0)
+        if scenario == SERVER and rate is not None and self.hasty:
+            expected = max(settings.min_query_count, rate * settings.min_duration_ms / 1e3)
+            watched = Watched(target, self.bound_ms / 1e3, (1 - share) * MORE * expected)
+        with old_objects_kept(), tempfile.TemporaryDirectory(prefix="recpipe-loadgen-") as folder:
             logs = lg.LogSettings()
             logs.enable_trace = False
             output = lg.LogOutputSettings()
@@ -104,9 +119,9 @@ class Load:
             def issue(samples: Sequence[Any]) -> None:
                 for sample in samples:
                     one = response(sample.id, 0, 0)
-                    target.submit(sample.index, lambda one=one: complete([one]))  # type: ignore[misc]
+                    watched.submit(sample.index, lambda one=one: complete([one]))  # type: ignore[misc]
 
-            tested = lg.ConstructSUT(issue, _nothing)
+            tested = lg.ConstructSUT(issue, watched.release)
             library = lg.ConstructQSL(self.requests, self.requests, _nothing, _nothing)
             try:
                 lg.StartTestWithLogSettings(tested, library, settings, logs, "")
@@ -118,11 +133,56 @@ class Load:
                 self.logs.mkdir(parents=True, exist_ok=True)
                 for name in LOGS:
                     shutil.copyfile(Path(folder) / name, self.logs / f"{scenario}_{name}")
-            return _told(Path(folder) / LOGS[1], scenario, rate)
+            return replace(_told(Path(folder) / LOGS[1], scenario, rate), cut=watched.lost)
+
+
+class Watched:
+    """Hands requests to ``target`` until more than ``most`` of them were answered later than ``bound``
+    seconds. Later ones wait until ``release``, so that LoadGen, which asks nobody, finds too many waiting and
+    ends the run."""
+
+    def __init__(self, target: Target, bound: float, most: float) -> None:
+        self.target, self.bound, self.most = target, bound, most
+        self.late = 0
+        self._held: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def lost(self) -> bool:
+        """Whether so many are late that the run cannot be valid."""
+        return self.late > self.most
+
+    def submit(self, request: int, done: Callable[[], None]) -> None:
+        """Have a request scored, or let it wait."""
+        with self._lock:
+            if self.lost:
+                self._held.append(done)
+                return
+        began = perf_counter()
+
+        def answered() -> None:
+            if perf_counter() - began > self.bound:
+                with self._lock:
+                    self.late += 1
+            done()
+
+        self.target.submit(request, answered)
+
+    def release(self) -> None:
+        """Answer all that wait: LoadGen has issued its last request."""
+        with self._lock:
+            held, self._held = self._held, []
+        for done in held:
+            done()
 
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def fewest(percentile: float) -> int:
+    """The fewest requests by which LoadGen can say that a percentile is within its bound, if none is late."""
+    return math.ceil(math.log(1 - CONFIDENCE) / math.log(percentile / 100))
 
 
 def require_loadgen() -> None:

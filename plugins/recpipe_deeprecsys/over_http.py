@@ -152,14 +152,14 @@ def _received(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def server(package: Path, batching: Batching, threads: int, words: Sequence[str], log: Path) -> Iterator[str]:
+def server(package: Path, batching: Batching, words: Sequence[str], log: Path) -> Iterator[str]:
     """``recpipe serve`` of the package on a free port; yields its address. Its lines go into ``log``.
     ``UserError`` if it does not start."""
     own = {
         "port": 0,
         "name": NAME,
         "workers": batching.workers,
-        "threads": threads,
+        "threads": batching.threads,
         "batch": batching.batch,
         "wait_ms": f"{batching.wait_ms:g}",
         "queue": 100_000,
@@ -201,13 +201,12 @@ class Served:
         package: Path,
         bodies: Sequence[bytes],
         connections: int,
-        threads: int,
         words: Sequence[str],
         log: Path,
         address: str | None = None,
     ) -> None:
         self.package, self.bodies, self.connections = package, bodies, connections
-        self.threads, self.words, self.log, self.address = threads, words, log, address
+        self.words, self.log, self.address = words, log, address
         self._stack = ExitStack()
         self._now: tuple[Batching, Client] | None = None
 
@@ -216,7 +215,7 @@ class Served:
         if self._now is None or (self._now[0] != batching and self.address is None):
             self.close()
             address = self.address or self._stack.enter_context(
-                server(self.package, batching, self.threads, self.words, self.log)
+                server(self.package, batching, self.words, self.log)
             )
             client = Client(address, self.bodies, self.connections)
             self._stack.callback(client.close)

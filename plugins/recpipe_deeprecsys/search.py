@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recpipe_deeprecsys.bounded import bisected, is_good
+from recpipe_deeprecsys.bounded import NEAR, bisected, is_good, repeated
 from recpipe_deeprecsys.engine import Batching
 from recpipe_deeprecsys.load import SERVER, Load, Outcome, Target
 
@@ -19,9 +19,11 @@ SMALLEST = 16
 """Candidates of the smallest parts that are tried."""
 WAITS = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """How long batches that are not full wait, as shares of the bound, beside not at all."""
-AGAIN = 2
-"""Runs of a batching that must all be bad before it counts as no better: a single one may have been
-disturbed."""
+TOGETHER = 2, 4
+"""Largest requests that are put together at most, where requests are put together."""
+STATIC = 25
+"""Candidates of a part in DeepRecSys's own baseline: its largest request has 1000, and its servers have 40
+cores, over which that is split evenly; so are all others cut."""
 Axes = Mapping[str, Sequence[float]]
 """The values of each field of ``Batching`` that is searched, ascending."""
 Measure = Callable[[Batching, float], float | None]
@@ -37,11 +39,11 @@ class Tried:
     floor: float
 
 
-def axes_of(start: Batching, largest: int, bound_ms: float) -> Axes:
+def axes_of(start: Batching, largest: int, bound_ms: float, smallest: int = SMALLEST) -> Axes:
     """What is searched around ``start``, whose workers are the most there are, for requests of up to
-    ``largest`` candidates."""
-    sizes = {start.batch, largest}
-    size = SMALLEST
+    ``largest`` candidates, from batches of ``smallest`` on."""
+    sizes = {start.batch, largest, *(largest * times for times in TOGETHER if start.merge)}
+    size = smallest
     while size < largest:
         sizes.add(size)
         size *= 2
@@ -53,8 +55,11 @@ def axes_of(start: Batching, largest: int, bound_ms: float) -> Axes:
     }
 
 
-def searched(start: Batching, axes: Axes, measure: Measure) -> list[Tried]:
-    """All that was tried, ``start`` first; the best one is ``best_of``."""
+def searched(
+    start: Batching, axes: Axes, measure: Measure, fitted: Callable[[Batching], Batching] = lambda one: one
+) -> list[Tried]:
+    """All that was tried, ``start`` first; the best one is ``best_of``. ``fitted``: a batching with what
+    follows from the fields that are searched."""
     tried = [Tried(start, measure(start, 0.0), 0.0)]
     best, rate, moved = start, tried[0].rate or 0.0, True
     seen = {start}
@@ -62,7 +67,10 @@ def searched(start: Batching, axes: Axes, measure: Measure) -> list[Tried]:
         moved = False
         for axis, values in axes.items():
             for step in (-1, 1):
-                while (next_one := _beside(best, axis, values, step)) is not None and next_one not in seen:
+                while (found_one := _beside(best, axis, values, step)) is not None:
+                    next_one = fitted(found_one)
+                    if next_one in seen:
+                        break
                     seen.add(next_one)
                     found = measure(next_one, rate)
                     tried.append(Tried(next_one, found, rate))
@@ -98,25 +106,23 @@ def measuring(
 
     def measure(batching: Batching, floor: float) -> float | None:
         target = use(batching)
-        known: list[Outcome] = []
-
-        def run(rate: float) -> Outcome:
-            if known:
-                return known.pop()
-            outcome = load.run(target, SERVER, rate)
-            say(outcome)
-            return outcome
 
         def good(outcome: Outcome) -> bool:
             return is_good(outcome, load)
 
-        begin = floor * (1 + tolerance) or first
-        if floor:
-            above = next((one for one in (run(begin) for _ in range(AGAIN)) if good(one)), None)
-            if above is None:
-                return None
-            known.append(above)
-        found = bisected(run, begin, good, tolerance)
+        def run(rate: float) -> Outcome:
+            outcome = load.run(target, SERVER, rate)
+            say(outcome)
+            return outcome
+
+        again = repeated(run, good)
+        if not floor:
+            found = bisected(again, first, good, tolerance)
+        else:
+            begin = floor * (1 + tolerance)
+            found = [again(begin)]
+            if good(found[0]):
+                found += bisected(again, begin * NEAR[0], good, tolerance, *NEAR, known=begin)
         return max((outcome.rate or 0.0 for outcome in found if good(outcome)), default=None)
 
     return measure

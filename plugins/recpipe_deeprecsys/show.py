@@ -10,9 +10,11 @@ from recpipe.report import html, plots
 from recpipe.report.files import ReportFiles
 from recpipe.report.page import Cell, Head, Line, Page, Part, Plot, Section, Table, environment
 from recpipe.report.terminal import show_table
+from recpipe_deeprecsys.search import STATIC
 
 SHOWN = ("50", "95", "99")
 """Percentiles in tables and plots."""
+BASELINE = f"parts of {STATIC} candidates, as DeepRecSys's baseline has them"
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]], percentile: str) -> Table:
@@ -113,8 +115,9 @@ def search_section(report: Mapping[str, Any]) -> list[Section]:
     drawn = [plots.curves("batchings that were better than those before", curves, x, y)] if curves else []
     heads = [Head("batch"), Head("wait, ms"), Head("workers"), Head("requests/s within the bound")]
     parts: list[Part] = [drawn, Table(heads, rows)]
-    if report["gain"] is not None:
-        parts.insert(0, f"{report['gain']:.2f} times the rate of every request cut over the processes.")
+    for key, what in (("gain", "every request cut over the processes"), ("static_gain", BASELINE)):
+        if report[key] is not None:
+            parts.insert(0, f"{report[key]:.2f} times the rate of {what}.")
     return [Section("Search", parts)]
 
 

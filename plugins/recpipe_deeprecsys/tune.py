@@ -16,16 +16,20 @@ from recpipe.common.files import unwritable
 from recpipe.errors import UserError, shown
 from recpipe_deeprecsys.command import fitting, measure
 from recpipe_deeprecsys.config import PERCENTILES, BenchOptions
-from recpipe_deeprecsys.load import require_loadgen
+from recpipe_deeprecsys.load import fewest, require_loadgen
 
 _WANTED = re.compile(r"p(\d+(?:\.\d+)?)<(\d+(?:\.\d+)?)ms")
-WORDS = ("workers", "batch", "wait_ms")
+WORDS = ("workers", "threads", "batch", "wait_ms")
 """What is searched for."""
+SECONDS, TOLERANCE, TIMES = 1.0, 0.1, 2
+"""Of each run, and between a rate that is valid and one that is not; and how many times as many requests a
+run has as LoadGen asks for if none is late: that a server starts should not take long."""
 
 
 def tuned(package: Path, wanted: str, workers: int, threads: int) -> dict[str, Any]:
     """The ``WORDS`` by which a server of ``package`` answers most requests within ``wanted`` (``p95<25ms``),
-    of at most ``workers`` processes, or of as many as there are cores if that is 1.
+    of at most ``workers`` processes, or of as many as there are cores if that is 1, with ``threads`` each or
+    as many as leave no core without work.
 
     They are written beside the package, and read from there for the same package, bound and cores.
     ``UserError`` if no rate is within the bound."""
@@ -72,6 +76,9 @@ def wanted_of(wanted: str, workers: int, threads: int) -> BenchOptions:
             threads=threads,
             search=True,
             http=True,
+            seconds=SECONDS,
+            queries=TIMES * fewest(float(found[1])),
+            tolerance=TOLERANCE,
         )
     )
 

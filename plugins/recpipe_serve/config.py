@@ -60,9 +60,9 @@ class ServeConfig:
     samples: Positive = 4096
     """Most samples of a request."""
     tune: Text | None = None
-    """A bound on a percentile of the latency, ``p95<25ms``: ``workers``, ``batch`` and ``wait_ms`` are
-    those by which most requests are answered within it, measured before the package is served. ``workers``
-    above 1 is the most of them. None: they are as they are said."""
+    """A bound on a percentile of the latency, ``p95<25ms``: ``workers``, ``threads``, ``batch`` and
+    ``wait_ms`` are those by which most requests are answered within it, measured before the package is
+    served. ``workers`` above 1 is the most of them. None: they are as they are said."""
     trust: FilePath | None = None
     """A public Ed25519 key, as a PEM file: packages are refused unless its owner has signed them."""
     follow: FilePath | None = None

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from recpipe_deeprecsys import command, load
-from recpipe_deeprecsys.bounded import bisected, is_good, measured
+from recpipe_deeprecsys.bounded import bisected, is_good, measured, repeated
 from recpipe_deeprecsys.characterize import task
 from recpipe_deeprecsys.command import bench
 from recpipe_deeprecsys.engine import Batching, Engine, Worker
-from recpipe_deeprecsys.load import SERVER, SINGLE_STREAM, Load, Outcome
+from recpipe_deeprecsys.load import SERVER, SINGLE_STREAM, Load, Outcome, Watched
 from recpipe_deeprecsys.requests import Candidates
-from recpipe_deeprecsys.scoring import PackageScorer
+from recpipe_deeprecsys.scoring import PackageScorer, answer, packed
 from recpipe_deeprecsys.tests.here import small_package
 from recpipe_deeprecsys.tests.test_characterize import Machine
 
@@ -124,6 +124,56 @@ def test_loadgen_says_what_is_valid(slow: OneAfterTheOther, tmp_path: Path) -> N
     assert "Result is : VALID" in (tmp_path / "Server_mlperf_log_summary.txt").read_text()
 
 
+class AtHand:
+    """A target that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.done: list[Callable[[], None]] = []
+
+    def submit(self, request: int, done: Callable[[], None]) -> None:
+        self.done.append(done)
+
+    def check(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("bound", "lost"), [(0.0, True), (1e9, False)])
+def test_requests_wait_once_too_many_are_late(bound: float, lost: bool) -> None:
+    target, answered = AtHand(), []
+    watched = Watched(target, bound, 2.0)
+    for number in range(5):
+        watched.submit(number, lambda number=number: answered.append(number))  # type: ignore[misc]
+        target.done[-1]() if number < len(target.done) else None
+    assert watched.lost == lost
+    assert len(target.done) == (3 if lost else 5)
+    assert answered == ([0, 1, 2] if lost else [0, 1, 2, 3, 4])
+    watched.release()
+    assert answered == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_is_lost_ends_early_and_says_so(slow: OneAfterTheOther) -> None:
+    """The second request that is late loses it: of 1000, one may be."""
+    found = Load(64, 2.0, "99.9", 0.05, 1000, 1, hasty=True).run(slow, SERVER, 1500.0)
+    assert found.cut
+    assert not found.valid
+    assert found.why
+    assert found.queries < 1000
+    assert not Load(64, 50.0, "90", 0.05, 0, 1, hasty=True).run(slow, SERVER, 200.0).cut
+
+
+def test_a_rate_is_bad_once_all_runs_of_it_are() -> None:
+    runs: list[float] = []
+
+    def disturbed(rate: float) -> Outcome:
+        runs.append(rate)
+        return outcome(rate, rate <= 100 and len(runs) != 1)
+
+    tried = bisected(repeated(disturbed, lambda o: o.valid), 90.0, lambda o: o.valid, 0.05, 1.2, 0.8)
+    assert runs[:2] == [90.0, 90.0]
+    assert max(one.rate or 0 for one in tried if one.valid) >= 100 / 1.05
+    assert not bisected(disturbed, 200.0, lambda o: o.valid, 0.05, known=150.0)[-1].valid
+
+
 def test_a_bound_below_one_service_time_is_said(slow: OneAfterTheOther) -> None:
     found = measured(slow, Load(64, 0.5, "90", 0.05, 0, 1), 0.1, lambda _: None)
     assert found.best is None
@@ -156,6 +206,39 @@ def test_ranges_are_scored_as_the_package_scores_their_candidates(package: Path)
     wanted = scorer(torch.from_numpy(drawn.dense[rows]), torch.cat([own.reshape(-1) for own in ids]), lengths)
     assert found.equal(wanted)
     assert not PackageScorer(scorer, drawn)([(4, 11), (30, 31), (0, 2)]).equal(wanted)
+
+
+class Reading:
+    """A scorer that is told what comes next, and calls ``between`` as the server's does."""
+
+    def __init__(self) -> None:
+        self.did: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def __call__(self, ranges: list[tuple[int, int]], between: Callable[[], None] | None) -> None:
+        self.did.append(("looked up", ranges))
+        assert between is not None
+        between()
+        self.did.append(("scored", ranges))
+
+    def ahead(self, ranges: list[tuple[int, int]]) -> None:
+        self.did.append(("ahead", ranges))
+
+
+def test_rows_of_what_comes_next_are_read_while_a_batch_is_scored() -> None:
+    ours, theirs = Pipe()
+    for message in (packed([(0, 3)]), packed([(5, 7), (1, 2)]), b""):
+        ours.send_bytes(message)
+    scorer = Reading()
+    answer(theirs, scorer)  # type: ignore[arg-type]
+    first, second = [(0, 3)], [(5, 7), (1, 2)]
+    assert scorer.did == [
+        ("looked up", first),
+        ("ahead", second),
+        ("scored", first),
+        ("looked up", second),
+        ("scored", second),
+    ]
+    assert [len(ours.recv_bytes()) for _ in range(2)] == [8, 8]
 
 
 @pytest.mark.slow
@@ -212,6 +295,24 @@ class Dead:
 
     def join(self, seconds: float) -> None:
         pass
+
+
+def test_a_process_is_given_the_next_batch_while_it_scores_one() -> None:
+    ours, theirs = Pipe()
+    engine = Engine([Worker(Dead(), ours)], [(0, 8), (8, 16), (16, 24)], Batching(8), 1)  # type: ignore[arg-type]
+    done = [threading.Event() for _ in range(3)]
+    for request, event in enumerate(done):
+        engine.submit(request, event.set)
+    assert [theirs.recv_bytes() for _ in range(2)] == [packed([(0, 8)]), packed([(8, 16)])]
+    assert not theirs.poll()
+    theirs.send_bytes(bytes(8))
+    assert theirs.recv_bytes() == packed([(16, 24)])
+    assert done[0].wait(60)
+    assert not done[1].is_set()
+    theirs.send_bytes(bytes(8))
+    theirs.send_bytes(bytes(8))
+    assert all(event.wait(60) for event in done)
+    engine.close()
 
 
 def test_a_process_that_dies_ends_the_load_with_one_line() -> None:

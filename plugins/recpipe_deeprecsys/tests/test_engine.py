@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from recpipe_deeprecsys.engine import Batching, Queue, parts_of
+from recpipe_deeprecsys.engine import Batching, Queue
 
 
 def nothing() -> None:
@@ -20,10 +20,16 @@ def taken(queue: Queue) -> list[list[int]]:
 
 @pytest.mark.parametrize(("size", "most"), [(1, 1), (164, 128), (1024, 100), (7, 512)])
 def test_parts_are_equal_and_cover_the_request(size: int, most: int) -> None:
-    parts = parts_of(5, 5 + size, most)
+    queue = Queue(Batching(most))
+    queue.put((5, 5 + size), nothing, 0.0)
+    parts = []
+    while queue.parts:
+        (part,) = queue.take()
+        parts.append(part.range)
     lengths = [high - low for low, high in parts]
     assert [n for low, high in parts for n in range(low, high)] == list(range(5, 5 + size))
     assert len(parts) == -(-size // most)
+    assert queue.size == 0
     assert max(lengths) <= most
     assert max(lengths) - min(lengths) <= 1
 
@@ -32,7 +38,23 @@ def test_what_waits_is_put_together_up_to_the_batch() -> None:
     queue = Queue(Batching(100))
     for size in (60, 30, 20, 250):
         queue.put((0, size), nothing, 0.0)
-    assert taken(queue) == [[60, 30], [20], [83], [83], [84]]
+    assert taken(queue) == [[60, 30], [20], [84], [83], [83]]
+
+
+def test_what_waits_is_shared_among_the_processes_that_are_free() -> None:
+    def first(free: int, *sizes: int, share: bool = True, batch: int = 512) -> list[int]:
+        queue = Queue(Batching(batch, share=share))
+        for size in sizes:
+            queue.put((0, size), nothing, 0.0)
+        return [part.size for part in queue.take(free)]
+
+    assert first(2, 165) == [83]
+    assert first(2, 165, share=False) == [165]
+    assert first(1, 165, 100) == [165, 100]
+    assert first(2, 100, 100, 100) == [100]
+    assert first(2, 50, 50, 50, 50) == [50, 50]
+    assert first(3, 300, batch=64) == [60]
+    assert first(8, 40) == [14]  # parts of 16 at most, and as equal as they can be
 
 
 def test_without_merging_a_batch_is_a_part_of_one_request() -> None:

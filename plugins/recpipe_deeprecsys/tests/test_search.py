@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import product
 from math import log2
@@ -76,10 +77,12 @@ def test_the_best_is_never_below_the_start() -> None:
 
 def test_the_axes_hold_the_start_and_the_largest_request() -> None:
     axes = axes_of(Batching(100, 3.0, True, 2), 700, 8.0)
-    assert axes["batch"] == [16, 32, 64, 100, 128, 256, 512, 700]
+    assert axes["batch"] == [16, 32, 64, 100, 128, 256, 512, 700, 1400, 2800]
     assert axes["wait_ms"] == [0.0, 0.25, 0.5, 1.0, 2.0, 3.0]
     assert list(axes["workers"]) == [1, 2]
-    assert axes_of(Batching(100, 0.0, False, 1), 700, 8.0)["wait_ms"] == [0.0]
+    alone = axes_of(Batching(100, 0.0, False, 1), 700, 8.0, 200)
+    assert alone["wait_ms"] == [0.0]
+    assert alone["batch"] == [100, 200, 400, 700]
 
 
 class Setup:
@@ -96,6 +99,7 @@ class Setup:
         (64, False, [256, 128, 64], 64),
         (8, False, [256, 128, 64, 32, 16], None),
         (64, True, [256], None),
+        (256, True, [256], 256),
     ],
 )
 def test_the_search_begins_where_a_rate_is_valid(
@@ -112,7 +116,9 @@ def test_the_search_begins_where_a_rate_is_valid(
     monkeypatch.setattr(command, "measured", measured)
     monkeypatch.setattr(command, "measuring", lambda *_: lambda batching, floor: None)
     load = Load(64, 25.0, "95", 0.1, 0, 1)
-    before, found = command.climbed(Setup(), load, BenchOptions(workers=2, http=http), 1024)
+    before, found = command.climbed(Setup(), load, BenchOptions(workers=2, http=http), [1024])
     assert tried == asked
+    cores = len(os.sched_getaffinity(0))
+    assert {one.batching.threads for one in found} <= ({cores, max(1, cores // 2)} if http else {1})
     assert (found[0].batching.batch if found else None) == begins
     assert (before.best is None) == (begins is None)

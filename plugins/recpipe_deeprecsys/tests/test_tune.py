@@ -25,7 +25,7 @@ from recpipe_serve.config import ServeConfig
 
 from recpipe.errors import UserError
 
-FOUND = {"workers": 2, "batch": 64, "wait_ms": 1.5}
+FOUND = {"workers": 2, "threads": 1, "batch": 64, "wait_ms": 1.5}
 
 
 @pytest.fixture
