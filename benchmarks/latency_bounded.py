@@ -4,25 +4,28 @@
     python benchmarks/latency_bounded.py FOLDER packages       # these alone
     python benchmarks/latency_bounded.py FOLDER batching int8  # some targets
 
-``batching``  RMC1 to RMC3: what bench-serve's search finds over DeepRecSys's own baseline, every request cut
-              at its largest size by the number of cores
+``batching``  RMC1 to RMC3, and RMC2 with int8 rows: what bench-serve's search finds over DeepRecSys's own
+              baseline, parts of 25 candidates (its largest request by its servers' 40 cores), and over what
+              that is on these cores, every request cut at its largest size by their number
 ``int8``      RMC2: int8 rows over float32 rows
 ``sdm``       Wide & Deep with int8 rows, skewed ids: 25% of what its tables take in float32 in DRAM over all
-              rows there; one process, which is what keeps rows
-``http``      RMC3: through a server of recpipe's over in process
+              rows there; one process on all cores, since one is what keeps rows
+``http``      RMC1 and RMC3: through a server of recpipe's over in process
 ``pairs``     DLRM-DCNv2 within 99.9% of its quality: user-item pairs a second a core, in process and through
               HTTP, and the share of what this core's matrix products and rows allow
 
 The bound is 25 ms at p95 (``--bound-ms``), for ``pairs`` MLPerf's 60 ms at p99. All rates are valid by
 LoadGen, of sides whose processes live beside each other and are loaded in turn, each from the rate on that it
-had before. Tables have ``--scale`` of the published rows. Each target writes FOLDER/TARGET.json as soon as it
-is measured; ``--json`` writes the tables that docs/tables.py shows.
+had before; a rate counts as not valid once two runs at it are not. A side of which no rate is valid is told
+with the reason. Tables have ``--scale`` of the published rows. Each target writes FOLDER/TARGET.json as soon
+as it is measured; ``--json`` writes the tables that docs/tables.py shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,8 +40,28 @@ from time import monotonic
 from typing import Any
 
 import torch
-from recpipe_deeprecsys.bounded import BEGIN, DOWN, LEAST, UP, bisected, is_good
-from recpipe_deeprecsys.command import Setup, batching_of, climbed, cut_over_cores, fitting, set_up, told
+from recpipe_deeprecsys.bounded import (
+    BEGIN,
+    DOWN,
+    LEAST,
+    NEAR,
+    UP,
+    bisected,
+    is_good,
+    none_valid,
+    repeated,
+    too_slow,
+)
+from recpipe_deeprecsys.command import (
+    Setup,
+    batching_of,
+    climbed,
+    cut_over_cores,
+    deeprecsys_parts,
+    fitting,
+    set_up,
+    told,
+)
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_deeprecsys.engine import Batching
 from recpipe_deeprecsys.load import OFFLINE, SERVER, SINGLE_STREAM, Load, Outcome
@@ -51,6 +74,8 @@ from recpipe.profiling.limits import best_product, best_seconds, gathered
 from recpipe.report.environment import environment
 
 MODELS = ("rmc1", "rmc2", "rmc3")
+BATCHED = ("rmc1", "rmc2", "rmc2_int8", "rmc3")
+"""Whose batching is searched."""
 # MLPerf Inference's samples have 100 to 700 user-item pairs; these are the quantiles of its distribution.
 PAIRS = (*[100] * 2, *[200] * 12, *[300] * 2, 400, 500, 600, 700)
 XEON_6 = 20_000
@@ -73,8 +98,12 @@ LAYERS = [
 """Inputs and outputs of DLRM-DCNv2's products."""
 LEARNS = 100
 """Steps after which a model's quality can be judged."""
-NEAR = 1.12, 0.88
-"""What a rate is multiplied by in a round, beside the one that was valid in the round before."""
+CORES = len(os.sched_getaffinity(0))
+STATIC_PARTS, CUT, SEARCHED = "DeepRecSys's own parts", "requests cut over these cores, parts", "searched"
+IN_PROCESS, HTTP = "in process", "http"
+NAMES = {"rmc1": "RMC1", "rmc2": "RMC2", "rmc2_int8": "RMC2, int8 rows", "rmc3": "RMC3"}
+WND = "Wide & Deep, skewed ids, one process on all cores"
+"""The models of tables."""
 
 
 def main() -> None:
@@ -85,12 +114,14 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", choices=["packages", *TARGETS], help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=0.25, help="of DeepRecSys's rows (default 0.25)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a run of LoadGen's, at least")
+    parser.add_argument("--models", nargs="*", choices=BATCHED, default=BATCHED, help="of batching")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a run of LoadGen's, at least")
     parser.add_argument("--queries", type=int, default=300, help="of a run of LoadGen's, at least")
     parser.add_argument("--bound-ms", type=float, default=25.0, help="at p95 (default 25)")
     parser.add_argument("--json", type=Path, help="a folder for the tables that docs/tables.py shows")
     asked = parser.parse_args()
-    work = Work(asked.folder, asked.rounds, asked.scale, asked.seconds, asked.queries, asked.bound_ms)
+    timed = (asked.seconds, asked.queries, asked.bound_ms)
+    work = Work(asked.folder, asked.rounds, asked.scale, *timed, asked.models)
     work.packages()
     for name in asked.targets or TARGETS:
         if name == "packages":
@@ -125,18 +156,26 @@ class Loaded:
         self.runs: list[Outcome] = []
         self.offline: dict[Batching, float] = {}
         """Requests/s."""
+        self.why: str | None = None
+        """Why the latest round has no valid rate."""
 
     def largest(self, batching: Batching | None = None) -> float:
         """The largest rate that LoadGen calls valid, requests/s; 0 if none is."""
         batching = batching or self.batching
         target = self.setup.use(batching)
         near = batching in self.known
+        self.why = None
         if not near:
             single = self.load.run(target, SINGLE_STREAM)
             offline = self.load.run(target, OFFLINE, 1e3 / single.latency_ms["50"])
             self.offline[batching] = offline.completed
-            self.known[batching] = BEGIN * offline.completed
             self.runs += [single, offline]
+            show(single)
+            show(offline)
+            if (why := too_slow(single, self.load)) is not None:
+                self.why = why
+                return 0.0
+            self.known[batching] = BEGIN * offline.completed
 
         def run(rate: float) -> Outcome:
             outcome = self.load.run(target, SERVER, rate)
@@ -144,12 +183,17 @@ class Loaded:
             self.runs.append(outcome)
             return outcome
 
+        def good(outcome: Outcome) -> bool:
+            return is_good(outcome, self.load)
+
         known, tolerance = self.known[batching], self.options.tolerance
         up, down = NEAR if near else (UP, DOWN)
         least = LEAST * self.offline[batching]
-        tried = bisected(run, known, lambda o: is_good(o, self.load), tolerance, up, down, least)
-        found = max((one.rate or 0.0 for one in tried if is_good(one, self.load)), default=0.0)
+        tried = bisected(repeated(run, good), known, good, tolerance, up, down, least)
+        found = max((one.rate or 0.0 for one in tried if good(one)), default=0.0)
         self.known[batching] = found or self.known[batching]
+        if not found:
+            self.why = none_valid(tried, self.load)
         return found
 
 
@@ -157,6 +201,8 @@ def show(outcome: Outcome) -> None:
     latency = ", ".join(f"p{name} {outcome.latency_ms[name]:.1f}" for name in ("50", "95", "99"))
     verdict = "VALID" if outcome.valid else "INVALID"
     at = f"{outcome.rate:.1f} requests/s" if outcome.rate is not None else outcome.scenario
+    if outcome.cut:
+        verdict = "ended early: too many were late"
     print(f"    {at}: {outcome.completed:.1f}/s, {latency} ms, {verdict}", flush=True)
 
 
@@ -170,6 +216,8 @@ class Work:
     seconds: float
     queries: int
     bound_ms: float = 25.0
+    models: Sequence[str] = BATCHED
+    """Whose batching is searched."""
 
     def packages(self) -> None:
         """Make those that are not there."""
@@ -236,31 +284,41 @@ class Work:
                 )
                 load = Load(
                     *(len(requests), options.bound_ms, f"{options.percentile:g}", options.seconds),
-                    *(options.queries, options.seed),
+                    *(options.queries, options.seed, None, True),
                 )
                 found[name] = Loaded(setup, load, options, requests)
             yield found
 
-    def in_turn(self, runs: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
-        """Rounds of the two ``runs``: requests/s of each, and the ratios of the second to the first."""
+    def in_turn(self, runs: Mapping[str, tuple[Loaded, Batching]]) -> dict[str, Any]:
+        """Rounds of the ``runs``: requests/s of each, why one has none, and the ratios of the last to each
+        of the others."""
         found: dict[str, list[float]] = {name: [] for name in runs}
+        why: dict[str, str] = {}
         for _ in range(self.rounds):
-            for name, run in runs.items():
-                if found[name] and not found[name][-1]:
+            for name, (loaded, batching) in runs.items():
+                if name in why:
                     continue  # no rate was valid, which takes long to find out
                 print(f"  {name}:", flush=True)
-                found[name].append(run())
-        first, second = found.values()
-        ratios = [b / a for a, b in zip(first, second, strict=False) if a]
-        names = list(found)
-        print(f"  {names[1]} over {names[0]}: {[round(r, 2) for r in ratios]}", flush=True)
-        return {"rates": found, "ratios": ratios, "ratio": median(ratios) if ratios else None}
+                rate = loaded.largest(batching)
+                if loaded.why is None:
+                    found[name].append(rate)
+                elif not found[name]:
+                    why[name] = loaded.why
+                    print(f"    {loaded.why}", flush=True)
+                else:
+                    found[name].append(0.0)
+        last, ratios = list(runs)[-1], {}
+        for name in list(runs)[:-1]:
+            ratios[name] = [b / a for a, b in zip(found[name], found[last], strict=False) if a]
+            print(f"  {last} over {name}: {[round(r, 2) for r in ratios[name]]}", flush=True)
+        return {"rates": found, "ratios": ratios, "why": why}
 
     def compared(self, sides: Mapping[str, Side]) -> dict[str, Any]:
         """Rounds of two sides."""
         with self.loaded(sides) as found:
-            told = self.in_turn({name: one.largest for name, one in found.items()})
+            told = self.in_turn({name: (one, one.batching) for name, one in found.items()})
             told["offline"] = {name: one.offline[one.batching] for name, one in found.items()}
+            told["batchings"] = {name: asdict(one.batching) for name, one in found.items()}
             told["runs"] = {name: [asdict(run) for run in one.runs] for name, one in found.items()}
         return told
 
@@ -269,28 +327,31 @@ class Work:
 
 
 def batching(work: Work) -> dict[str, Any]:
-    """What is searched, then in turn with DeepRecSys's baseline."""
+    """What is searched, then in turn with DeepRecSys's baseline and with what that is on these cores."""
     found = {}
-    for name in MODELS:
+    for name in work.models:
         with work.loaded({name: Side(name, work.options(batch=128, tolerance=0.05))}) as sides:
             one = sides[name]
             short = replace(one.load, queries=min(work.queries, 200))
-            largest = max(high - low for low, high in one.requests)
-            before, tried = climbed(one.setup, short, replace(one.options, tolerance=0.08), largest)
-            if not tried:
-                sys.exit(f"{name}: {before.why}")
-            best, cut = best_of(tried).batching, cut_over_cores(one.options)
-            print(f"  {name}: {told(best)}", flush=True)
-            runs = {"fixed": partial(one.largest, cut), "searched": partial(one.largest, best)}
-            own = {"batching": asdict(best), "fixed": asdict(cut), "tried": [asdict(t) for t in tried]}
-            found[name] = {**work.in_turn(runs), **own, "runs": [asdict(run) for run in one.runs]}
+            sizes = [high - low for low, high in one.requests]
+            before, tried = climbed(one.setup, short, replace(one.options, tolerance=0.08), sizes)
+            compared = {STATIC_PARTS: deeprecsys_parts(one.options), CUT: cut_over_cores(one.options)}
+            compared[SEARCHED] = best_of(tried).batching if tried else one.batching
+            print(f"  {name}: {told(compared[SEARCHED]) if tried else before.why}", flush=True)
+            turns: dict[str, Any] = {"rates": {}, "ratios": {}, "why": {SEARCHED: before.why}}
+            if tried:
+                turns = work.in_turn({what: (one, batching) for what, batching in compared.items()})
+            own = {"batchings": {what: asdict(batching) for what, batching in compared.items()}}
+            own |= {"tried": [asdict(t) for t in tried], "runs": [asdict(run) for run in one.runs]}
+            found[name] = {**turns, **own}
     return {"models": found}
 
 
 def int8(work: Work) -> dict[str, Any]:
     """RMC2's rows in float32 and in int8, cut alike: as was searched for float32, if that was."""
     kept = work.folder / "batching.json"
-    searched = json.loads(kept.read_text())["models"]["rmc2"]["batching"] if kept.is_file() else {"batch": 64}
+    models = json.loads(kept.read_text())["models"] if kept.is_file() else {}
+    searched = models["rmc2"]["batchings"][SEARCHED] if "rmc2" in models else {"batch": 64}
     words = {key: searched[key] for key in ("batch", "wait_ms", "workers") if key in searched}
     options = work.options(tolerance=0.05, **words)
     return {
@@ -300,18 +361,23 @@ def int8(work: Work) -> dict[str, Any]:
 
 
 def sdm(work: Work) -> dict[str, Any]:
-    """Wide & Deep's int8 rows all in DRAM, and 25% of what they take in float32."""
-    options = work.options(workers=1, ids="skewed", tolerance=0.05)
+    """Wide & Deep's int8 rows all in DRAM, and 25% of what they take in float32. On one core a request alone
+    takes half the bound: the one process scores with all cores."""
+    options = work.options(workers=1, threads=CORES, ids="skewed", tolerance=0.05)
     rows = ("+plugin=sdm", "plugins.sdm.dram=25%")
     return work.compared({"dram": Side("wnd_int8", options), "sdm": Side("wnd_int8", options, rows)})
 
 
 def http(work: Work) -> dict[str, Any]:
-    """RMC3 in process and through a server, both with the server's batching, which cuts nothing."""
+    """RMC1 and RMC3 in process and through a server, which cuts nothing: of RMC3, of which a request alone
+    takes most of the bound on one core, the server has one process that scores with all cores."""
     options = work.options(batch=512, tolerance=0.05)
-    return work.compared(
-        {"in process": Side("rmc3", options), "http": Side("rmc3", replace(options, http=True))}
-    )
+    one = replace(options, http=True, workers=1, threads=CORES)
+    sides = {
+        "rmc1": {IN_PROCESS: Side("rmc1", options), HTTP: Side("rmc1", replace(options, http=True))},
+        "rmc3": {IN_PROCESS: Side("rmc3", replace(options, batch=128)), HTTP: Side("rmc3", one)},
+    }
+    return {"models": {name: work.compared(own) for name, own in sides.items()}}
 
 
 def pairs(work: Work) -> dict[str, Any]:
@@ -322,18 +388,17 @@ def pairs(work: Work) -> dict[str, Any]:
         sizes=str(sizes),
         bound_ms=2.4 * work.bound_ms,
         percentile=99.0,
-        batch=512,
+        batch=128,
         queries=700,
         tolerance=0.05,
     )
-    found = work.compared(
-        {"in process": Side("dcnv2_low", options), "http": Side("dcnv2_low", replace(options, http=True))}
-    )
+    one = replace(options, http=True, workers=1, threads=CORES)  # nothing is cut there
+    found = work.compared({IN_PROCESS: Side("dcnv2_low", options), HTTP: Side("dcnv2_low", one)})
     report = json.loads((work.folder / "dcnv2_low.report" / "report.json").read_text())
     limit = limit_of(report["dense"]["layers"])
-    workers, mean = fitting(options).workers, sum(PAIRS) / len(PAIRS)
-    each = {name: [rate * mean / workers for rate in rates] for name, rates in found["rates"].items()}
-    offline = {name: rate * mean / workers for name, rate in found["offline"].items()}
+    mean = sum(PAIRS) / len(PAIRS)
+    each = {n: [rate * mean / CORES for rate in rates] for n, rates in found["rates"].items() if rates}
+    offline = {name: rate * mean / CORES for name, rate in found["offline"].items()}
     for name, rates in each.items():
         share = median(rates) / limit["pairs"]
         print(f"  {name}: {median(rates):,.0f} pairs a second a core, {share:.0%} of its limit", flush=True)
@@ -397,16 +462,29 @@ def write_tables(folder: Path, into: Path) -> None:
     }
     rows = []
     for name, own in reports.get("batching", {"models": {}})["models"].items():
-        best, fixed = own["batching"], own["fixed"]
-        how = f"parts of {best['batch']}, {best['wait_ms']:g} ms, {best['workers']} processes"
-        rows.append(_row(name.upper(), f"parts of {fixed['batch']}", f"searched: {how}", own, "1.5"))
+        best = own["batchings"][SEARCHED]
+        how = f"searched: batches of {best['batch']}, {best['wait_ms']:g} ms, {best['workers']} processes"
+        for what, wanted in ((STATIC_PARTS, "1.5"), (CUT, "")):
+            parts = f"{what}: {own['batchings'][what]['batch']}"
+            rows.append(_row(NAMES[name], what, SEARCHED, own, wanted, parts, how))
     if "int8" in reports:
-        rows.append(_row("RMC2", "float32 rows", "int8 rows", reports["int8"], "1.3"))
+        rows.append(_row("RMC2", "float32", "int8", reports["int8"], "1.3", "float32 rows", "int8 rows"))
     if "sdm" in reports:
         both = "all int8 rows in DRAM", "25% of float32's bytes there (SDM)"
-        rows.append(_row("Wide & Deep, skewed ids, one process", *both, reports["sdm"], "0.85"))
-    if "http" in reports:
-        rows.append(_row("RMC3", "in process", "through HTTP", reports["http"], ""))
+        rows.append(
+            _row(
+                "Wide & Deep, skewed ids, one process on all cores",
+                "dram",
+                "sdm",
+                reports["sdm"],
+                "0.85",
+                *both,
+            )
+        )
+    for name, own in reports.get("http", {"models": {}})["models"].items():
+        threads = own["batchings"][HTTP]["threads"]
+        how = f"through HTTP, {threads} threads" if threads > 1 else "through HTTP"
+        rows.append(_row(NAMES[name], IN_PROCESS, HTTP, own, "", IN_PROCESS, how))
     number = "{:,.0f}"
     columns = {"model": None, "this": None, "requests/s": number, "over this": None, "requests/s ": number}
     columns |= {"ratio": "{:.2f}", "wanted": None}
@@ -440,12 +518,16 @@ def _cells(rounds: Sequence[float]) -> list[Any]:
     return [median(rounds), {"rounds": list(rounds)} if len(rounds) > 1 else None]
 
 
-def _row(model: str, first: str, second: str, own: Mapping[str, Any], wanted: str) -> list[Any]:
-    """One comparison, its rounds and the ratio of them."""
-    a, b = own["rates"].values()
-    ratios = own["ratios"]
-    ratio = [median(ratios), min(ratios), max(ratios)] if ratios else "no rate of the first is valid"
-    return [model, first, {"rounds": a}, second, {"rounds": b}, ratio, wanted]
+def _row(
+    model: str, first: str, second: str, own: Mapping[str, Any], wanted: str, this: str, other: str
+) -> list[Any]:
+    """One comparison of two sides, of their rounds and the ratios of these; why there are none."""
+    ratios = own["ratios"].get(first, [])
+    why = next((own["why"][name] for name in (first, second) if name in own["why"]), "not measured")
+    ratio = [median(ratios), min(ratios), max(ratios)] if ratios else why
+    rounds = [own["rates"].get(name) for name in (first, second)]
+    a, b = ({"rounds": each} if each else "none is valid" for each in rounds)
+    return [model, this, a, other, b, ratio, wanted]
 
 
 def _write(
