@@ -1,18 +1,22 @@
-"""How a step's time and a run's memory grow with batch size, rows, tables, dimension and pooling factor.
+"""How a step's time and a run's memory grow with batch size, rows, tables, dimension, pooling factor, rows
+on a disk, and ranks.
 
     python benchmarks/growth.py [--repetitions 3] [--axis batch] [--html FILE] [--json FILE] [OVERRIDE ...]
+    python benchmarks/growth.py --axis cold tiers.policy=lfu
 
-One of the five is changed at a time; the others stay at 2,048 samples, 8 tables of 100,000 rows, dimension 32
-and one id a feature. Each point is a run of its own, on generated ids (their skew is that of data=synthetic)
-that were written to parquet files and prepared beforehand; the runs of an axis take turns. Time is the
-median step's, the median of the repetitions: of a step against batch size, of a sample against the rest.
-Memory is the peak RSS, the median, less that of a run with tables of 100 rows and batches of 64.
+One of them is changed at a time; the others stay at 2,048 samples, 8 tables of 100,000 rows, dimension 32
+and one id a feature, but for what ``AXES`` says. ``cold``: one table of up to a thousand million rows in
+files, of which 64 MiB are cached. ``ranks``: processes that share 2,048 samples and the tables. Each point is
+a run of its own, on generated ids (their skew is that of data=synthetic) that were written to parquet files
+and prepared beforehand; the runs of an axis take turns. Time is the median step's, the median of the
+repetitions: of a step against batch size, of a sample against the rest. Memory is the peak RSS (of the first
+rank), the median, less that of a run with tables of 100 rows and batches of 64.
 
 `growth` is the slope between a point and the one before in logarithms: 1 is linear, 0 is flat; `operations`
 is that of the model's own multiplications. A slope of time above both 1.1 and the operations' is marked with
 !, and so are one against rows above 0.5 (a row costs the same however many there are, but for caches that no
 longer hold them) and one of memory above 1.1. A DLRM's operations grow faster than its tables: F of them
-have F (F + 1) / 2 products, which are the top MLP's input; model=dlrm_dcn has no such part.
+have F (F + 1) / 2 products, which are the top MLP's input, and so tables are counted with cross layers.
 """
 
 from __future__ import annotations
@@ -31,20 +35,6 @@ from typing import Any
 
 STEPS = 40
 DENSE = 13
-AXES = {
-    "batch": (512, 1024, 2048, 4096, 8192, 16384),
-    "rows": (10_000, 40_000, 160_000, 640_000, 2_560_000),
-    "tables": (4, 8, 16, 32, 64),
-    "dim": (8, 16, 32, 64, 128),
-    "pooling": (1, 2, 4, 8, 16, 32),
-}
-NAMES = {
-    "batch": "batch size",
-    "rows": "rows of each table",
-    "tables": "tables",
-    "dim": "embedding dimension",
-    "pooling": "pooling factor (ids of a bag, on average)",
-}
 LINEAR, FLAT = 1.1, 0.5
 """Growth above which a point is marked."""
 NOISE = 128 << 20
@@ -60,6 +50,7 @@ class Point:
     tables: int = 8
     dim: int = 32
     pooling: int = 1
+    ranks: int = 1
 
     @property
     def samples(self) -> int:
@@ -72,6 +63,31 @@ class Point:
         return [f"C{index}" for index in range(self.tables)]
 
 
+@dataclass(frozen=True)
+class Axis:
+    """What is changed, over which values, and what the other sizes and keys are meanwhile."""
+
+    name: str
+    values: tuple[int, ...]
+    size: str
+    """The field of ``Point`` that is changed."""
+    others: Point = Point()
+    words: tuple[str, ...] = ()
+
+
+ON_DISK = ("tiers.store=ssd", "tiers.policy=lru", "tiers.resident_bytes=64MiB")
+CROSSES = ("model=dlrm_dcn", "model.cross_layers=2", "model.cross_rank=16", "model.top=[64]")
+AXES = {
+    "batch": Axis("batch size", (128, 512, 2048, 8192, 32_768, 65_536), "batch"),
+    "rows": Axis("rows of each table", (10_000, 40_000, 160_000, 640_000, 2_560_000), "rows"),
+    "tables": Axis("tables", (8, 26, 100, 400, 800), "tables", Point(rows=10_000, dim=16), CROSSES),
+    "dim": Axis("embedding dimension", (8, 16, 32, 64, 128), "dim"),
+    "pooling": Axis("pooling factor (ids of a bag, on average)", (1, 2, 4, 8, 16, 32), "pooling"),
+    "cold": Axis(
+        "rows of the table on a disk", (10**6, 10**7, 10**8, 10**9), "rows", Point(tables=1, dim=4), ON_DISK
+    ),
+    "ranks": Axis("ranks", (1, 2, 4, 8), "ranks", words=("tiers.sharded=true",)),
+}
 BASE = Point(batch=64, rows=100)
 
 
@@ -91,7 +107,7 @@ class Result:
     @property
     def limit(self) -> float:
         """Growth of time that is too much."""
-        return FLAT if self.axis == "rows" else LINEAR
+        return FLAT if self.axis in ("rows", "cold", "ranks") else LINEAR
 
 
 def operations(point: Point, overrides: Sequence[str]) -> float:
@@ -137,8 +153,9 @@ def run(point: Point, work: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """One run of ``point``; its report."""
     data = work / f"{point.samples}-{point.rows}-{point.tables}-{point.pooling}"
     write_data(point, data)
+    launcher = ["torch.distributed.run", f"--nproc-per-node={point.ranks}", "-m"] if point.ranks > 1 else []
     command = [
-        sys.executable, "-m", "recpipe", "data=parquet", f"data.path={data}",
+        sys.executable, "-m", *launcher, "recpipe", "data=parquet", f"data.path={data}",
         f"data.cache_dir={work / 'cache'}", "data.label=label",
         f"data.dense=[{','.join(f'I{index}' for index in range(DENSE))}]",
         f"data.sparse=[{','.join(point.features)}]", f"data.table_rows={point.rows}", "data.hash_ids=false",
@@ -156,7 +173,9 @@ def run(point: Point, work: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def sweep(axis: str, base: int, work: Path, repetitions: int, overrides: Sequence[str]) -> Result:
     """All points of ``axis``; ``base`` is the memory that is not theirs."""
-    points = [replace(Point(), **{axis: value}) for value in AXES[axis]]
+    changed = AXES[axis]
+    points = [replace(changed.others, **{changed.size: value}) for value in changed.values]
+    overrides = [*changed.words, *overrides]
     times: list[list[float]] = [[] for _ in points]
     peaks: list[list[float]] = [[] for _ in points]
     per = [1 if axis == "batch" else point.batch for point in points]
@@ -168,7 +187,7 @@ def sweep(axis: str, base: int, work: Path, repetitions: int, overrides: Sequenc
             peaks[index].append(report["memory"]["peak_rss_bytes"] - base)
     return Result(
         axis,
-        list(AXES[axis]),
+        list(changed.values),
         list(map(statistics.median, times)),
         list(map(statistics.median, peaks)),
         [operations(point, overrides) / n for point, n in zip(points, per, strict=True)],
@@ -225,7 +244,7 @@ def write_html(path: Path, results: Sequence[Result], environment: dict[str, Any
 
     sections = []
     for result in results:
-        label, unit = NAMES[result.axis], "us a step" if result.axis == "batch" else "us a sample"
+        label, unit = AXES[result.axis].name, "us a step" if result.axis == "batch" else "us a sample"
         mib = [value / 2**20 for value in result.memory]
         drawn = [
             plots.curves(title, {"": (result.values, values)}, plots.Axis(label), axis)
