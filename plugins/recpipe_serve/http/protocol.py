@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -50,6 +50,8 @@ class InferenceRequest:
     """Seconds in which the client wants the answer."""
     places: dict[str, int]
     """Where the values of each binary input begin, in bytes after the JSON."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What else the client says, by name."""
 
 
 def parse(body: bytes, header: str | None) -> InferenceRequest:
@@ -76,7 +78,7 @@ def parse(body: bytes, header: str | None) -> InferenceRequest:
             raise bad("parameters.timeout is no number of microseconds")
         timeout = min(timeout, 10**12) / 1e6
     binary = parameters.get("binary_data_output") is True
-    return InferenceRequest(ident, inputs, rows, named, binary, timeout, places)
+    return InferenceRequest(ident, inputs, rows, named, binary, timeout, places, parameters)
 
 
 def json_length(header: str | None, size: int) -> int:

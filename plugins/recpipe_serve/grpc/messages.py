@@ -1,0 +1,157 @@
+"""Messages of the open inference protocol: arrays become their tensors, and back.
+
+The messages and the service are those that tritonclient's wheel brings (the extra ``grpc``), generated from
+the protocol's own definition by those who keep it: a server and its clients then have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as messages
+
+from recpipe.errors import shown
+from recpipe_serve.batching.forms import Array
+from recpipe_serve.errors import bad
+from recpipe_serve.http.protocol import LARGEST_SIZE, InferenceRequest
+from recpipe_serve.models import Answered
+
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+"""The protocol's types that arrays of numbers have."""
+WORDS = {kind: word for word, kind in DATATYPES.items()}
+CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+"""Where the values of a tensor are that does not send them as bytes. FP16 is always bytes."""
+Parameter = bool | int | float | str
+
+
+def read_request(message: Any, remaining: float | None = None) -> InferenceRequest:
+    """The request in a ``ModelInferRequest``; ``remaining``: seconds until its client's deadline. ``Refused``
+    for anything that does not follow the protocol."""
+    parameters = read_parameters(message.parameters)
+    timeout = parameters.get("timeout")
+    if timeout is not None:
+        if type(timeout) is not int or timeout < 0:
+            raise bad("parameters.timeout is no number of microseconds")
+        remaining = min(timeout / 1e6, float("inf") if remaining is None else remaining)
+    outputs = {output.name: True for output in message.outputs} or None
+    inputs = read_tensors(message.inputs, message.raw_input_contents, "input")
+    return InferenceRequest(message.id or None, inputs, [], outputs, True, remaining, {}, parameters)
+
+
+def write_request(
+    model: str,
+    inputs: Mapping[str, Array],
+    version: str = "",
+    ident: str = "",
+    outputs: Iterable[str] = (),
+    parameters: Mapping[str, Parameter] | None = None,
+) -> Any:
+    """A ``ModelInferRequest`` of arrays of numbers, sent as bytes."""
+    message = messages.ModelInferRequest(model_name=model, model_version=version, id=ident)
+    _write_parameters(message.parameters, parameters or {})
+    _write_tensors(message.inputs, message.raw_input_contents, inputs)
+    for name in outputs:
+        message.outputs.add(name=name)
+    return message
+
+
+def read_response(message: Any) -> Answered:
+    """The outputs in a ``ModelInferResponse``; ``Refused`` if they do not follow the protocol."""
+    outputs = read_tensors(message.outputs, message.raw_output_contents, "output")
+    return Answered(outputs, read_parameters(message.parameters))
+
+
+def write_response(model: str, version: str, ident: str | None, answered: Answered) -> Any:
+    """A ``ModelInferResponse``."""
+    message = messages.ModelInferResponse(model_name=model, model_version=version, id=ident or "")
+    _write_parameters(message.parameters, answered.parameters)
+    _write_tensors(message.outputs, message.raw_output_contents, answered.outputs)
+    return message
+
+
+def read_tensors(tensors: Any, raw: Any, what: str) -> dict[str, Array]:
+    """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none."""
+    if raw and len(raw) != len(tensors):
+        raise bad(f"there are {len(tensors)} {what}s, and the bytes of {len(raw)}")
+    found: dict[str, Array] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.name in found:
+            raise bad(f"{what} '{shown(tensor.name)}' comes twice")
+        found[tensor.name] = _array(tensor, raw[place] if raw else None, f"{what} '{shown(tensor.name)}'")
+    return found
+
+
+def _array(tensor: Any, raw: bytes | None, what: str) -> Array:
+    shape, kind = tuple(tensor.shape), DATATYPES.get(tensor.datatype)
+    if len(shape) > 8 or any(size < 0 for size in shape) or prod(shape) > LARGEST_SIZE:
+        raise bad(f"{what} has the shape {shown(list(shape))}")
+    if kind is None:
+        raise bad(f"{what} is of type {shown(tensor.datatype)}, not one of {', '.join(DATATYPES)}")
+    if raw is not None:
+        if len(raw) != prod(shape) * kind.itemsize:
+            raise bad(f"{what} of shape {list(shape)} has {len(raw)} bytes")
+        return np.frombuffer(raw, kind).reshape(shape)
+    values = getattr(tensor.contents, CONTENTS[tensor.datatype]) if tensor.datatype in CONTENTS else ()
+    if len(values) != prod(shape):
+        raise bad(f"{what} of shape {list(shape)} has {len(values)} values")
+    if kind.itemsize < 4 and kind.kind in "iu" and len(values):  # the message has them in 32 bits
+        limits = np.iinfo(kind)
+        if min(values) < limits.min or max(values) > limits.max:
+            raise bad(f"a value of {what} is too large for {tensor.datatype}")
+    return np.array(values, kind).reshape(shape)
+
+
+def _write_tensors(tensors: Any, raw: Any, arrays: Mapping[str, Array]) -> None:
+    for name, values in arrays.items():
+        kind = values.dtype.newbyteorder("<")
+        tensors.add(name=name, datatype=WORDS[kind], shape=values.shape)
+        raw.append(np.ascontiguousarray(values, kind).tobytes())
+
+
+def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a message's parameters."""
+    found: dict[str, Any] = {}
+    for name, value in parameters.items():
+        which = value.WhichOneof("parameter_choice")
+        found[name] = None if which is None else getattr(value, which)
+    return found
+
+
+def _write_parameters(into: Any, parameters: Mapping[str, Parameter]) -> None:
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            into[name].bool_param = value
+        elif isinstance(value, int):
+            into[name].int64_param = value
+        elif isinstance(value, float):
+            into[name].double_param = value
+        else:
+            into[name].string_param = value
