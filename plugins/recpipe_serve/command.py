@@ -23,6 +23,7 @@ from recpipe_serve.row_server import RowServer
 
 log = logging.getLogger("recpipe")
 NEEDED = ("uvicorn", "uvloop", "starlette", "prometheus_client")
+NEEDED_BY_GRPC = ("grpc", "tritonclient")
 
 
 def serve_command(words: Sequence[str]) -> int:
@@ -34,6 +35,12 @@ def serve_command(words: Sequence[str]) -> int:
         )
     mine, others = of_plugins(words[1:])
     config = serve_config(others)
+    if config.grpc_port is not None:
+        lacking = [name for name in NEEDED_BY_GRPC if find_spec(name) is None]
+        if lacking:
+            raise UserError(
+                f"grpc_port= needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
+            )
     prepare_process()
     rows, answers = the_plugins(mine, (RowServer, AnswerServer), "serve", "sdm") if mine else (None, None)
     if rows is not None and config.follow is not None:
@@ -92,6 +99,12 @@ def serve(
             if plugin is not None:
                 open_.callback(plugin.close)
         address = f"http://{config.host}:{listening.getsockname()[1]}/v2/models/{name}"
+        if config.grpc_port is not None:
+            from recpipe_serve.grpc.listener import reserved_port
+
+            reserved = open_.enter_context(reserved_port(config.host, config.grpc_port))
+            config = replace(config, grpc_port=reserved.getsockname()[1])
+            address += f", and by gRPC at {config.host}:{config.grpc_port}"
 
         def started(difference: str) -> None:
             several = f"{config.workers} workers, " if config.workers > 1 else ""

@@ -26,6 +26,8 @@ class ServeConfig:
     """Address to listen on; 0.0.0.0 for all of this machine's."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """0: any free one."""
+    grpc_port: Annotated[int, Interval(ge=0, le=65535)] | None = None
+    """Where the same is answered over gRPC; 0: any free one. None: it is not."""
     name: Text | None = None
     """The model's name in addresses; None: the package's directory, without its ending."""
     workers: Annotated[int, Interval(ge=1, le=1024)] = 1

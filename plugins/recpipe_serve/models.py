@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from recpipe.errors import shown
 from recpipe_serve.errors import Refused
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from recpipe_serve.batching.forms import Array
     from recpipe_serve.http.protocol import InferenceRequest
 
+log = logging.getLogger("recpipe")
+EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics", "model_repository"]
+"""What a server has beyond the protocol's core, as Triton names it."""
 READY, UNAVAILABLE = "READY", "UNAVAILABLE"
 """States of a model in a repository's index, as Triton names them."""
 
@@ -26,70 +31,101 @@ class Answered:
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
-class ServedModel(Protocol):
+class ServedModel(ABC):
     """One version of one model behind the open inference protocol. Its JSON is KServe's and Triton's, which
-    the messages of gRPC have field by field."""
+    the messages of gRPC have field by field. All calls come from the event loop's thread."""
 
     name: str
     version: str
+    """A whole number, as Triton has versions."""
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether it answers requests."""
 
+    @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """``ModelMetadataResponse``: name, versions, platform, inputs and outputs."""
 
+    @abstractmethod
     def configuration(self) -> dict[str, Any]:
         """Triton's ``ModelConfig``."""
 
+    @abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Triton's ``ModelStatistics``: how many requests and batches, and how long they took."""
 
+    @abstractmethod
     async def answer(self, request: InferenceRequest) -> Answered:
         """The outputs of a request; ``Refused`` says why there are none."""
 
+    def refused(self, fault: Exception) -> Refused:
+        """What a client is told in the place of outputs; what is not a refusal is the server's fault, and
+        logged."""
+        if isinstance(fault, Refused):
+            return fault
+        log.error("a request failed", exc_info=fault)
+        return Refused(500, "fault", "the server failed; its log says why")
 
-class ServedModels(Protocol):
+    def count(self, status: int, seconds: float) -> None:  # noqa: B027  who does not count need not say so
+        """Count a request for outputs that was answered with HTTP's ``status`` after so many ``seconds``."""
+
+
+Model = TypeVar("Model", bound=ServedModel)
+
+
+class ServedModels(ABC, Generic[Model]):
     """All models of one server."""
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether requests are answered."""
 
-    def every(self) -> Sequence[ServedModel]:
+    @abstractmethod
+    def every(self) -> Sequence[Model]:
         """All of them, by name and version."""
 
-    def find(self, name: str, version: str = "") -> ServedModel:
+    @abstractmethod
+    def find(self, name: str, version: str = "") -> Model:
         """A model; without a version the one that requests without one go to. ``Refused`` (404) if it is not
         here."""
 
+    @abstractmethod
     def index(self) -> list[dict[str, str]]:
         """What could be served: name, version, state and reason of each."""
 
+    @abstractmethod
     async def load(self, name: str) -> None:
         """Serve a model, or serve it as it is now. ``Refused`` if it cannot be, or clients may not ask."""
 
+    @abstractmethod
     async def unload(self, name: str) -> None:
         """Serve a model no longer. ``Refused`` as ``load``."""
 
+    @abstractmethod
+    def count_unknown(self, refused: Refused, seconds: float) -> None:
+        """Count a request for outputs of a model that is not here."""
 
-class OneModel:
-    """The models of a server that has one, which nobody can load or unload from afar."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
+class OneModel(ServedModels[Model]):
+    """The models of a server that has one, which nobody can load or unload from afar. ``unknown``: see
+    ``count_unknown``; None: they are not counted."""
+
+    def __init__(self, model: Model, unknown: Callable[[Refused, float], None] | None = None) -> None:
+        self.model, self._unknown = model, unknown
 
     @property
     def ready(self) -> bool:
         """Whether it answers requests."""
         return self.model.ready
 
-    def every(self) -> Sequence[ServedModel]:
+    def every(self) -> Sequence[Model]:
         """The one."""
         return [self.model]
 
-    def find(self, name: str, version: str = "") -> ServedModel:
+    def find(self, name: str, version: str = "") -> Model:
         """The one, if it is meant; ``Refused`` else."""
         if name != self.model.name or version not in ("", self.model.version):
             what = f"'{shown(name)}' of version {shown(version or self.model.version)}"
@@ -99,14 +135,7 @@ class OneModel:
 
     def index(self) -> list[dict[str, str]]:
         """The one."""
-        return [
-            {
-                "name": self.model.name,
-                "version": self.model.version,
-                "state": READY if self.ready else UNAVAILABLE,
-                "reason": "",
-            }
-        ]
+        return [entry(self.model.name, self.model.version, READY if self.ready else UNAVAILABLE)]
 
     async def load(self, name: str) -> None:
         """``Refused``."""
@@ -119,3 +148,13 @@ class OneModel:
     def _refuse(self, name: str) -> None:
         self.find(name)
         raise Refused(403, "not_allowed", "models are not loaded and unloaded from afar here")
+
+    def count_unknown(self, refused: Refused, seconds: float) -> None:
+        """Count a request for another one."""
+        if self._unknown is not None:
+            self._unknown(refused, seconds)
+
+
+def entry(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
+    """A line of a repository's index."""
+    return {"name": name, "version": version, "state": state, "reason": reason}

@@ -23,6 +23,7 @@ import torch
 from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.forms import Array, Asked, sides_of, together
 from recpipe_serve.batching.scorer import Side
+from recpipe_serve.batching.statistics import Took
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 
@@ -55,12 +56,14 @@ class Batcher:
     """A queue of requests, and the one thread that scores those that take long. With ``wait_ms=0``, what has
     come while the batch before was scored is put together.
 
-    ``saw``: called with the number of requests and samples of each batch.
+    ``saw``: called with the number of requests and samples of each batch; ``took``: with how long one took
+    that was scored.
     """
 
     score: Score
     config: ServeConfig
     saw: Callable[[int, int], None] = lambda requests, samples: None
+    took: Callable[[Took], None] = lambda batch: None
     scored: Callable[[Sequence[Side], Array], None] | None = None
     """Called with the ids and scores of some batches, some time after their requests have been answered
     (``tell``)."""
@@ -85,6 +88,8 @@ class Batcher:
     """When a request came last, or a batch was answered."""
     _drained: list[asyncio.Future[None]] = field(default_factory=list)
     """Those who wait for the end of the batch that is being scored."""
+    _spent: tuple[float, float] = (0.0, 0.0)
+    """Seconds in which the latest batch was put together, and scored."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
@@ -183,18 +188,18 @@ class Batcher:
             soon = self._each * samples <= SOON
             if soon and self._at_hand(batch):
                 try:
-                    self._answer(batch, self._scored(self.score, batch, False))
+                    self._answer_batch(batch, now, self._scored(self.score, batch, False))
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
                 self._busy = True
                 scored = self._loop.run_in_executor(self._thread, self._scored, self.score, batch, True)
-                scored.add_done_callback(partial(self._scored_there, batch))
+                scored.add_done_callback(partial(self._scored_there, batch, now))
         if self.queue:
             self._wake()
 
-    def _scored_there(self, batch: list[Asked], scored: asyncio.Future[Array]) -> None:
-        """The thread has scored a batch, or failed to."""
+    def _scored_there(self, batch: list[Asked], taken: float, scored: asyncio.Future[Array]) -> None:
+        """The thread has scored a batch, which was ``taken`` then, or failed to."""
         self._busy = False
         waiting, self._drained = self._drained, []
         for done in waiting:
@@ -202,11 +207,19 @@ class Batcher:
                 done.set_result(None)
         fault = scored.exception()
         if fault is None:
-            self._answer(batch, scored.result())
+            self._answer_batch(batch, taken, scored.result())
         elif isinstance(fault, Exception):
             self._failed(batch, fault)
         if self.queue:
             self._wake()
+
+    def _answer_batch(self, batch: list[Asked], taken: float, scores: Array) -> None:
+        """Answer the requests of a batch that was ``taken`` then, and say how long it took."""
+        began = perf_counter()
+        self._answer(batch, scores)
+        waited = taken * len(batch) - sum([one.since for one in batch])
+        samples = sum([one.samples for one in batch])
+        self.took(Took(len(batch), samples, waited, *self._spent, perf_counter() - began))
 
     def _answer(self, batch: list[Asked], scores: Array) -> None:
         self._ended, end = monotonic(), 0
@@ -265,6 +278,7 @@ class Batcher:
         """Score these requests by ``score``. ``ahead``: have the rows of those that wait read meanwhile, if
         the scorer can. Where rows have been at hand, they mostly are the next time, too, and more requests
         come before that."""
+        came = perf_counter()
         found, self._next = self._put_together(asked), None
         began = perf_counter()
         between = (self._read_ahead,) if ahead and self._ahead is not None else ()
@@ -272,7 +286,9 @@ class Batcher:
         correct = getattr(score, "correct", None)
         if correct is not None:
             scores = correct(asked, found.dense, scores)
-        each = (perf_counter() - began) / len(scores)
+        spent = perf_counter() - began
+        self._spent = began - came, spent
+        each = spent / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
         return scores
 

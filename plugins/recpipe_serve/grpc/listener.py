@@ -34,9 +34,8 @@ def reserved_port(host: str, port: int) -> socket.socket:
     return held
 
 
-def address_of(reserved: socket.socket) -> str:
-    """HOST:PORT of a reserved port, as gRPC takes it."""
-    host, port = reserved.getsockname()[:2]
+def at(host: str, port: int) -> str:
+    """An address as gRPC takes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -44,7 +43,7 @@ def address_of(reserved: socket.socket) -> str:
 async def answering(
     service: InferenceService, address: str, most_bytes: int, stop_seconds: float = 10.0
 ) -> AsyncIterator[None]:
-    """In the block calls that come to ``address`` (reserved) are answered by ``service``, in the running event
+    """In the block calls that come to ``address`` (a ``reserved_port``) are answered by ``service``, in the running event
     loop; messages have at most ``most_bytes``. Those it has are answered at the end, for at most
     ``stop_seconds``."""
     server = grpc.aio.server(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from time import perf_counter
 from typing import Any
 
@@ -14,11 +13,8 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 from recpipe.common.versions import installed_version
 from recpipe_serve.errors import Refused
 from recpipe_serve.grpc.messages import read_request, write_response
-from recpipe_serve.models import READY, ServedModels
+from recpipe_serve.models import EXTENSIONS, READY, ServedModels
 
-log = logging.getLogger("recpipe")
-EXTENSIONS = ["binary_tensor_data", "model_configuration", "statistics", "model_repository"]
-"""What the server has beyond the protocol's core, as Triton names it."""
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -39,18 +35,8 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
     """The service over ``models``. What it does not have (shared memory, settings of traces and logs, streams)
     is UNIMPLEMENTED."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ServedModels[Any]) -> None:
         self.models = models
-
-    def refusal(self, fault: Exception) -> Refused:
-        """What a client is told of a fault; one that is not a refusal is logged."""
-        if isinstance(fault, Refused):
-            return fault
-        log.error("a request failed", exc_info=fault)
-        return Refused(500, "fault", "the server failed; its log says why")
-
-    def answered(self, status: int, seconds: float) -> None:
-        """Called after each request for outputs, with HTTP's status of the answer."""
 
     async def _abort(self, context: Any, refused: Refused) -> None:
         await context.abort(CODES.get(refused.status, grpc.StatusCode.INTERNAL), str(refused))
@@ -103,17 +89,21 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Outputs of a request."""
-        began, status = perf_counter(), 200
+        began = perf_counter()
         try:
             model = self.models.find(request.model_name, request.model_version)
+        except Refused as refused:
+            self.models.count_unknown(refused, perf_counter() - began)
+            await self._abort(context, refused)
+        refusal = None
+        try:
             answered = await model.answer(read_request(request, context.time_remaining()))
             response = write_response(model.name, model.version, request.id, answered)
         except Exception as fault:
-            refused = self.refusal(fault)
-            status = refused.status
-        self.answered(status, perf_counter() - began)
-        if status != 200:
-            await self._abort(context, refused)
+            refusal = model.refused(fault)
+        model.count(200 if refusal is None else refusal.status, perf_counter() - began)
+        if refusal is not None:
+            await self._abort(context, refusal)
         return response
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:

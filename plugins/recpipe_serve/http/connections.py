@@ -22,13 +22,14 @@ from urllib.parse import unquote_to_bytes
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from recpipe.errors import shown
 from recpipe_serve.errors import Refused, bad
 from recpipe_serve.http.acceptor import Acceptor
+from recpipe_serve.http.compression import decoded, encoding_fault, too_large
 
 HEADER, BODY, IDLE, ANSWERED = "header_slow", "body_slow", "idle", "answered"
 """What a connection waits for, as the metrics name it where it has waited too long: the rest of a header, or
 of a body; its next request; or, without a limit, an answer by the model."""
+ENCODING = b"content-encoding"
 Answer = tuple[int, bytes, Mapping[str, str]]
 """Status, body, and headers without the body's length."""
 
@@ -45,7 +46,7 @@ class IncomingRequest:
     """A request for scores, read piece by piece. uvicorn keeps it as its connection's "cycle", and sets or
     reads what is under the line."""
 
-    infer: Callable[[IncomingRequest], None]
+    infer: Infer
     """Has it scored once it is whole, or answered with its ``fault``."""
     respond: Callable[[IncomingRequest, Answer], None]
     """Sends its answer on its connection."""
@@ -77,11 +78,21 @@ class IncomingRequest:
             self.begun = True
             self.infer(self)
 
+    def whole_body(self, most: int) -> bytes:
+        """The body as it was before it was compressed, at most ``most`` bytes; ``Refused`` if it is
+        larger."""
+        encoding = self.headers.get(ENCODING)
+        return self.body if encoding is None else decoded(self.body, encoding, most)
+
     def refuse(self, fault: Refused) -> None:
         """Answer the request with ``fault``; what else comes of its body is thrown away."""
         self.fault = fault
         self.parts.clear()
         self.go_on()
+
+
+Infer = Callable[[IncomingRequest], None]
+"""Answers requests for scores."""
 
 
 def response(answer: Answer, keep_alive: bool, default: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
@@ -102,24 +113,19 @@ def error(message: str) -> bytes:
 
 
 def header_fault(headers: Mapping[bytes, bytes], most: int) -> Refused | None:
-    """Why a request is refused by its header: a compressed body, or one of more than ``most`` bytes."""
-    encoding, length = headers.get(b"content-encoding", b"identity"), headers.get(b"content-length", b"0")
-    if encoding != b"identity":
-        told = shown(encoding.decode("latin-1"))
-        return Refused(415, "encoding", f"Content-Encoding {told} is not taken; send it as it is")
-    if not length.isdigit():
-        return bad("Content-Length is no number")
-    return too_large(most) if len(length) > 18 or int(length) > most else None
-
-
-def too_large(most: int) -> Refused:
-    """A body of more bytes than are taken."""
-    return Refused(413, "too_large", f"the body is larger than {most} bytes")
+    """Why a request is refused by its header: an unknown encoding, or a body of more than ``most`` bytes."""
+    fault = encoding_fault(headers[ENCODING]) if ENCODING in headers else None
+    length = headers.get(b"content-length", b"0")
+    if fault is None and not length.isdigit():
+        fault = bad("Content-Length is no number")
+    if fault is None and (len(length) > 18 or int(length) > most):
+        fault = too_large(most)
+    return fault
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. ``infer`` is given whole requests for scores, or those with a ``fault``, by an address
-    in ``addresses``, and must have each answered by ``respond``."""
+    """One connection. What ``addresses`` has for a path is given the whole requests for scores that are
+    posted to it, or those with a ``fault``, and must have each answered by ``respond``."""
 
     cycle: Any
     pipeline: deque[Any]
@@ -127,12 +133,11 @@ class Connection(HttpToolsProtocol):
     def __init__(
         self,
         acceptor: Acceptor,
-        infer: Callable[[IncomingRequest], None],
-        addresses: frozenset[bytes],
+        addresses: Mapping[bytes, Infer],
         **given: Any,
     ) -> None:
         super().__init__(**given)
-        self.acceptor, self.infer, self.addresses = acceptor, infer, addresses
+        self.acceptor, self.addresses = acceptor, addresses
         self.bounds = acceptor.bounds
         self.address = ""
         self._size = self._silent = 0
@@ -259,8 +264,10 @@ class Connection(HttpToolsProtocol):
             return
         self._wait(BODY, self.bounds.body_seconds)
         path = self.url.partition(b"?")[0]
-        for_scores = path in self.addresses or (b"%" in path and unquote_to_bytes(path) in self.addresses)
-        if self.parser.get_method() != b"POST" or not for_scores:
+        infer = self.addresses.get(path)
+        if infer is None and b"%" in path:
+            infer = self.addresses.get(unquote_to_bytes(path))
+        if infer is None or self.parser.get_method() != b"POST":
             # uvicorn's scope of a request for the application; others need none.
             url, headers, waits = self.url, self.headers, self.expect_100_continue
             super().on_message_begin()
@@ -271,7 +278,7 @@ class Connection(HttpToolsProtocol):
         before = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         self.cycle = request = IncomingRequest(
-            self.infer, self.respond, dict(self.headers), perf_counter(), keep_alive
+            infer, self.respond, dict(self.headers), perf_counter(), keep_alive
         )
         request.fault = header_fault(request.headers, self.bounds.body_bytes)
         if before is None or (before.response_complete and not self._held):
@@ -365,8 +372,7 @@ class Listener(uvicorn.Server):
         self,
         app: Any,
         acceptor: Acceptor,
-        infer: Callable[[IncomingRequest], None],
-        addresses: Iterable[str],
+        addresses: Mapping[bytes, Infer],
         stop: float = 10.0,
     ) -> None:
         super().__init__(
@@ -380,8 +386,7 @@ class Listener(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(stop)),
             )
         )
-        self.acceptor, self.infer = acceptor, infer
-        self.addresses = frozenset(address.encode() for address in addresses)
+        self.acceptor, self.addresses = acceptor, addresses
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections from the one socket."""
@@ -394,7 +399,6 @@ class Listener(uvicorn.Server):
         make = partial(
             Connection,
             self.acceptor,
-            self.infer,
             self.addresses,
             config=self.config,
             server_state=self.server_state,

@@ -33,8 +33,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._gauges = Gauges(compared)
         self.several = several
-        self._answers: deque[tuple[int, float, int]] = deque()
-        """Answers that are not counted yet: status, seconds, requests that wait."""
+        self._answers: deque[tuple[int, float, int | None]] = deque()
+        """Answers that are not counted yet: status, seconds, requests that wait if it is known."""
         self._batches: deque[tuple[int, int]] = deque()
         """Batches that are not: requests, samples."""
         into = self._registry
@@ -96,7 +96,7 @@ class Metrics:
         self._package = package
         self._model.labels(self._name, package).set(1)
 
-    def answered(self, status: int, seconds: float, waiting: int) -> None:
+    def answered(self, status: int, seconds: float, waiting: int | None = None) -> None:
         """Count an answer; ``waiting``: the requests that wait now."""
         self._answers.append((status, seconds, waiting))
         if self.several or len(self._answers) >= AT_ONCE:
@@ -123,7 +123,8 @@ class Metrics:
                     self._statuses[status] = self.answers.labels(str(status))
                 self._statuses[status].inc()
                 self.seconds.observe(seconds)
-                self.queue.set(waiting)
+                if waiting is not None:
+                    self.queue.set(waiting)
 
     def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
         """Show what a plugin has counted, too."""

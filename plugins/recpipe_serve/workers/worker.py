@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,7 +209,8 @@ class Worker:
         following = None if self.follower is None else loop.create_task(self.follower.run())
         # The runner stops gracefully, and then raises the signal that stopped it.
         try:
-            await self.runner.serve(sockets=[listening])
+            async with self._rpc():
+                await self.runner.serve(sockets=[listening])
         finally:
             if following is not None:
                 following.cancel()
@@ -218,6 +219,17 @@ class Worker:
                 self.learning.close()
         if self.rows is not None:
             self.rows.close()  # which ends a change-over to another package
+
+    def _rpc(self) -> AbstractAsyncContextManager[None]:
+        """In which gRPC is answered, if it is to be."""
+        config = self.config
+        if config.grpc_port is None:
+            return nullcontext()
+        from recpipe_serve.grpc.listener import answering, at
+        from recpipe_serve.grpc.service import InferenceService
+
+        service = InferenceService(self.server.models)
+        return answering(service, at(config.host, config.grpc_port), config.body_bytes, config.stop_seconds)
 
     def _use(self, scorer: RequestScorer, package: str) -> None:
         """Let another version of the package answer."""
