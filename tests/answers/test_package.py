@@ -542,6 +542,10 @@ def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_stat
     packed: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    grpc = pytest.importorskip("grpc", reason="recpipe[grpc] is not installed")
+    stubs = pytest.importorskip("tritonclient.grpc.service_pb2_grpc", reason="recpipe[grpc] is not installed")
+    from recpipe_serve.grpc.messages import write_request
+
     dense, ids, lengths = asked(checkpoint, 64)
     ends = [int(end) for end in lengths.view(3, 64).sum(1).cumsum(0)]
     tensors = [{"name": "dense", "datatype": "FP32", "shape": [64, 13], "data": dense.tolist()}]
@@ -550,20 +554,27 @@ def test_serving_it_gives_the_loaders_scores_and_a_stopped_server_ends_with_stat
         counts = lengths.view(3, 64)[place].tolist()
         tensors.append({"name": name, "datatype": "INT64", "shape": [len(own)], "data": own})
         tensors.append({"name": f"{name}.lengths", "datatype": "INT64", "shape": [64], "data": counts})
-    server = Child(tmp_path / "server", "serve", str(packed), "port=0")
+    server = Child(tmp_path / "server", "serve", str(packed), "port=0", "grpc_port=0")
     try:
         said = re.search(
-            r"serving 'model' at (http://127\.0\.0\.1:\d+/v2/models/model);", server.until("golden")
+            r"serving 'model' at (http://127\.0\.0\.1:\d+/v2/models/model), and by gRPC at (\S+);",
+            server.until("golden"),
         )
         assert said is not None
         request = urllib.request.Request(f"{said[1]}/infer", json.dumps({"inputs": tensors}).encode())
         with urllib.request.urlopen(request, timeout=20) as response:
             (found,) = json.loads(response.read())["outputs"]
+        kinds = {"FP32": np.float32, "INT64": np.int64}
+        arrays = {own["name"]: np.array(own["data"], kinds[str(own["datatype"])]) for own in tensors}
+        with grpc.insecure_channel(said[2]) as channel:
+            answer = stubs.GRPCInferenceServiceStub(channel).ModelInfer(write_request("model", arrays))
         server.send(signal.SIGTERM)
         assert server.ended().returncode == 0
     finally:
         server.kill()
     assert torch.tensor(found["data"]).equal(score.Scorer(packed)(dense, ids, lengths))
+    by_rpc = np.frombuffer(answer.raw_output_contents[0], np.float32)
+    assert by_rpc.tobytes() == np.array(found["data"], np.float32).tobytes()
 
 
 def test_a_quantized_checkpoints_tables_stay_in_their_types(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,19 +6,29 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
+
+import uvloop
 
 from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import Server
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[tuple[int, Any]]:
-    """In the block ``server`` answers on a free port, which is given with what runs it."""
+def listening(
+    server: Server, around: AbstractAsyncContextManager[None] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """In the block ``server`` answers on a free port, which is given with what runs it; ``around``: what else
+    answers meanwhile in its event loop."""
     accepting = socket.create_server(("127.0.0.1", 0))
     runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
-    thread = threading.Thread(target=runner.run, args=([accepting],))
+
+    async def answer() -> None:
+        async with around or nullcontext():
+            await runner.serve(sockets=[accepting])
+
+    thread = threading.Thread(target=lambda: uvloop.run(answer()))
     thread.start()
     try:
         while not runner.started:

@@ -75,7 +75,7 @@ def port() -> Iterator[int]:
 def test_health_metadata_and_a_request_by_hand(port: int) -> None:
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/m/ready"):
         assert ask(port, "GET", path)[0] == 200
-    assert json.loads(ask(port, "GET", "/v2")[1])["extensions"] == ["binary_tensor_data"]
+    assert "binary_tensor_data" in json.loads(ask(port, "GET", "/v2")[1])["extensions"]
     about = json.loads(ask(port, "GET", "/v2/models/m")[1])
     assert [tensor["name"] for tensor in about["inputs"]] == ["dense", "a", "b"]
     status, found = ask(port, "POST", INFER, body(DENSE, A, B))
@@ -115,7 +115,8 @@ def test_an_unchanged_client_of_the_protocol(port: int) -> None:
         (INFER, body(DENSE, A), {}, 400),
         (INFER, body(DENSE, A, B, outputs=[{"name": "nothing"}]), {}, 400),
         (INFER, b" " * 1001, {}, 413),
-        (INFER, body(DENSE, A, B), {"Content_Encoding": "gzip"}, 415),
+        (INFER, body(DENSE, A, B), {"Content_Encoding": "br"}, 415),
+        (INFER, body(DENSE, A, B), {"Content_Encoding": "gzip"}, 400),
         (INFER, body(DENSE, A, B), {"Inference_Header_Content_Length": "1e3"}, 400),
     ],
 )
@@ -160,7 +161,7 @@ def test_labels_by_http_and_what_the_monitor_and_the_metrics_say_then() -> None:
     assert 'recpipe_monitor_ids_out_of_range_total{feature="a"} 2.0' in metrics
     assert 'recpipe_monitor_ids_out_of_range_total{feature="b"} 0.0' in metrics
     assert 'recpipe_monitor_labels_total{result="unknown"} 1.0' in metrics
-    assert "recpipe_monitor_refused_posts_total 3.0" in metrics
+    assert "recpipe_monitor_refused_posts_total 2.0" in metrics
     assert 'recpipe_monitor_quality{figure="auc",of="window",task="score"} 1.0' in metrics
 
 
