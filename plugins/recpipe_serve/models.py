@@ -23,11 +23,11 @@ READY, UNAVAILABLE = "READY", "UNAVAILABLE"
 
 
 @dataclass(frozen=True)
-class Answered:
+class Outputs:
     """The outputs of a request, by name, and what is said beside them (``parameters`` of the response: text,
     whole numbers, numbers, yes or no)."""
 
-    outputs: Mapping[str, Array]
+    values: Mapping[str, Array]
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
@@ -57,7 +57,7 @@ class ServedModel(ABC):
         """Triton's ``ModelStatistics``: how many requests and batches, and how long they took."""
 
     @abstractmethod
-    async def answer(self, request: InferenceRequest) -> Answered:
+    async def answer(self, request: InferenceRequest) -> Outputs:
         """The outputs of a request; ``Refused`` says why there are none."""
 
     def refused(self, fault: Exception) -> Refused:

@@ -17,7 +17,7 @@ from recpipe.errors import shown
 from recpipe_serve.batching.forms import Array
 from recpipe_serve.errors import bad
 from recpipe_serve.http.protocol import LARGEST_SIZE, InferenceRequest
-from recpipe_serve.models import Answered
+from recpipe_serve.models import Outputs
 
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
@@ -83,17 +83,17 @@ def write_request(
     return message
 
 
-def read_response(message: Any) -> Answered:
+def read_response(message: Any) -> Outputs:
     """The outputs in a ``ModelInferResponse``; ``Refused`` if they do not follow the protocol."""
-    outputs = read_tensors(message.outputs, message.raw_output_contents, "output")
-    return Answered(outputs, read_parameters(message.parameters))
+    values = read_tensors(message.outputs, message.raw_output_contents, "output")
+    return Outputs(values, read_parameters(message.parameters))
 
 
-def write_response(model: str, version: str, ident: str | None, answered: Answered) -> Any:
+def write_response(model: str, version: str, ident: str | None, outputs: Outputs) -> Any:
     """A ``ModelInferResponse``."""
     message = messages.ModelInferResponse(model_name=model, model_version=version, id=ident or "")
-    _write_parameters(message.parameters, answered.parameters)
-    _write_tensors(message.outputs, message.raw_output_contents, answered.outputs)
+    _write_parameters(message.parameters, outputs.parameters)
+    _write_tensors(message.outputs, message.raw_output_contents, outputs.values)
     return message
 
 

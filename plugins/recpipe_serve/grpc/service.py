@@ -97,8 +97,8 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
             await self._abort(context, refused)
         refusal = None
         try:
-            answered = await model.answer(read_request(request, context.time_remaining()))
-            response = write_response(model.name, model.version, request.id, answered)
+            outputs = await model.answer(read_request(request, context.time_remaining()))
+            response = write_response(model.name, model.version, request.id, outputs)
         except Exception as fault:
             refusal = model.refused(fault)
         model.count(200 if refusal is None else refusal.status, perf_counter() - began)

@@ -46,7 +46,7 @@ from recpipe_serve.http.surface import (
     read_json,
     refusal,
 )
-from recpipe_serve.models import Answered, OneModel
+from recpipe_serve.models import OneModel, Outputs
 from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
 
@@ -298,10 +298,10 @@ class Server(HttpModel):
             told["id"] = wanted.id
         return json.dumps(told | candidates.answer(wanted, places, similar, scores)).encode(), JSON
 
-    async def answer(self, request: InferenceRequest) -> Answered:
+    async def answer(self, request: InferenceRequest) -> Outputs:
         """The scores of a request that did not come by HTTP."""
         inputs, names = self.features.asked(request.inputs), self._names(request)
-        return Answered(self._found(request, names, inputs, await self._scores(inputs, request.timeout)))
+        return Outputs(self._found(request, names, inputs, await self._scores(inputs, request.timeout)))
 
     async def _scores(self, inputs: Asked, timeout: float | None = None) -> Array:
         """The scores float32 [N] or [N, T] of these inputs, scored with whatever else waits."""

@@ -168,7 +168,7 @@ def test_values_that_are_not_sent_as_bytes_are_the_same_request(ports: tuple[int
     assert (answer.id, answer.model_version) == ("x", "1")
     by_bytes = calls(ports[1]).ModelInfer(request())
     assert answer.raw_output_contents == by_bytes.raw_output_contents
-    assert read_response(by_bytes).outputs["score"].tolist() == [8.0, 852.0]
+    assert read_response(by_bytes).values["score"].tolist() == [8.0, 852.0]
     listed = json.loads(ask(ports[0], "POST", INFER, body(DENSE, A, B))[1])["outputs"][0]["data"]
     assert listed == [8.0, 852.0]
 
