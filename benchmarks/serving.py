@@ -398,12 +398,14 @@ def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
     from recpipe_serve.config import ServeConfig
     from recpipe_serve.workers import worker
+    from recpipe_serve.workers.package import ServedPackage
 
     from recpipe.tasks.process import prepare_process
 
     prepare_process()
     nothing = worker.Worker(package, ServeConfig(port=port), NAME)
-    nothing.server.batcher.score = lambda dense, _: dense.new_zeros(len(dense))
+    assert isinstance(nothing.served, ServedPackage)
+    nothing.served.server.batcher.score = lambda dense, _: dense.new_zeros(len(dense))
     nothing.run(socket.create_server(("127.0.0.1", port)))
 
 

@@ -42,6 +42,10 @@ def serve_command(words: Sequence[str]) -> int:
                 f"grpc_port= needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
             )
     prepare_process()
+    from recpipe_serve.repository.layout import is_repository  # torch comes with it
+
+    if is_repository(Path(words[0]).expanduser()):
+        _require_alone(config, mine)
     rows, answers = the_plugins(mine, (RowServer, AnswerServer), "serve", "sdm") if mine else (None, None)
     if rows is not None and config.follow is not None:
         raise UserError(
@@ -80,6 +84,9 @@ def serve(
         raise UserError(f"follow={shown(config.follow)} is no directory: name trainer.publish.dir of a run")
     if config.rollback and (config.follow is None or config.workers > 1):
         raise UserError("rollback=true goes back over deltas of one process: take follow= and workers=1")
+    from recpipe_serve.repository.layout import is_repository
+
+    several = is_repository(directory)
     name = config.name or directory.resolve().name.partition(".")[0]
     if (rows or answers) is not None and config.workers > 1:
         kept = "answers" if rows is None else "rows"
@@ -98,7 +105,8 @@ def serve(
         for plugin in (rows, answers):
             if plugin is not None:
                 open_.callback(plugin.close)
-        address = f"http://{config.host}:{listening.getsockname()[1]}/v2/models/{name}"
+        address = f"http://{config.host}:{listening.getsockname()[1]}/v2/models"
+        address += "" if several else f"/{name}"
         if config.grpc_port is not None:
             from recpipe_serve.grpc.listener import reserved_port
 
@@ -107,8 +115,8 @@ def serve(
             address += f", and by gRPC at {config.host}:{config.grpc_port}"
 
         def started(difference: str) -> None:
-            several = f"{config.workers} workers, " if config.workers > 1 else ""
-            log.info("serving '%s' at %s; %sgolden scores differ by %s", name, address, several, difference)
+            workers = f"{config.workers} workers, " if config.workers > 1 else ""
+            log.info("serving '%s' at %s; %sgolden scores differ by %s", name, address, workers, difference)
 
         with interrupt_on_sigterm():
             if config.workers > 1:
@@ -121,9 +129,27 @@ def serve(
 
                 worker = Worker(directory, config, name, rows, answers=answers)
                 listening.listen(BACKLOG)  # clients may come as soon as it is said
-                started(f"{worker.loaded.scorer.difference:.1e}")
+                started(f"{worker.served.difference:.1e}")
                 worker.run(listening)
     log.info("stopped")
+
+
+def _require_alone(config: ServeConfig, plugin: object) -> None:
+    """``UserError`` for words that are of one package, where a repository is served."""
+    given = {
+        "name": config.name,
+        "workers": config.workers > 1,
+        "follow": config.follow,
+        "learn": config.learn,
+        "tune": config.tune,
+        "+plugin": plugin,
+    }
+    wrong = next((word for word, value in given.items() if value), None)
+    if wrong is not None:
+        raise UserError(
+            f"{wrong}= is of one package, and this is a repository of several: serve that package by itself, or "
+            f"leave out {wrong}="
+        )
 
 
 def _bound(config: ServeConfig) -> socket.socket:

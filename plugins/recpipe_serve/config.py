@@ -30,6 +30,8 @@ class ServeConfig:
     """Where the same is answered over gRPC; 0: any free one. None: it is not."""
     name: Text | None = None
     """The model's name in addresses; None: the package's directory, without its ending."""
+    model_control: bool = False
+    """Whether clients may load and unload the models of a repository."""
     workers: Annotated[int, Interval(ge=1, le=1024)] = 1
     """Processes that answer; they share the tables' memory."""
     threads: Positive = 1

@@ -92,6 +92,11 @@ class ServedModels(ABC, Generic[Model]):
         """A model; without a version the one that requests without one go to. ``Refused`` (404) if it is not
         here."""
 
+    def chosen(self, name: str, version: str = "") -> Model:
+        """What answers the next request for outputs; where requests without a version go to several, the one
+        whose turn it is."""
+        return self.find(name, version)
+
     @abstractmethod
     def index(self) -> list[dict[str, str]]:
         """What could be served: name, version, state and reason of each."""

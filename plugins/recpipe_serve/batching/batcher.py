@@ -73,6 +73,8 @@ class Batcher:
     """Requests that wait."""
     alive: bool = False
     """Whether requests are taken."""
+    beside: bool = False
+    """Whether the event loop's thread, which answers others, scores nothing."""
     _due: bool = False
     """Whether ``_turn`` will be called at once."""
     _busy: bool = False
@@ -185,7 +187,7 @@ class Batcher:
                 samples += one.samples
         if batch:
             self.saw(len(batch), samples)
-            soon = self._each * samples <= SOON
+            soon = self._each * samples <= SOON and not self.beside
             if soon and self._at_hand(batch):
                 try:
                     self._answer_batch(batch, now, self._scored(self.score, batch, False))

@@ -91,7 +91,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
         """Outputs of a request."""
         began = perf_counter()
         try:
-            model = self.models.find(request.model_name, request.model_version)
+            model = self.models.chosen(request.model_name, request.model_version)
         except Refused as refused:
             self.models.count_unknown(refused, perf_counter() - began)
             await self._abort(context, refused)

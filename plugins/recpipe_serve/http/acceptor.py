@@ -21,7 +21,7 @@ from recpipe_serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from recpipe_serve.http.connections import Connection
-    from recpipe_serve.http.metrics import Metrics
+    from recpipe_serve.http.metrics import DoorMetrics
 
 log = logging.getLogger("recpipe")
 BEAT = 0.2
@@ -68,7 +68,7 @@ class Acceptor:
     for the new one: of the address that has the most, the one that has waited longest.
     """
 
-    def __init__(self, bounds: ServeConfig, metrics: Metrics, shares: Shares | None = None) -> None:
+    def __init__(self, bounds: ServeConfig, metrics: DoorMetrics, shares: Shares | None = None) -> None:
         self.bounds, self.metrics, self.shares = bounds, metrics, shares or Shares()
         self.count = 0
         """Connections that were taken and are not gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ VERSION = "1"
 
 
 class Server(HttpModel):
-    """One package behind the open inference protocol.
+    """One package behind the open inference protocol: a model's ``version``, alone or beside others.
 
     ``score`` and ``manifest``: a ``RequestScorer`` and its package's. ``name``: of the model in addresses.
     ``config``: the words of ``recpipe serve``. ``several``: whether it is one of several processes, whose
@@ -85,10 +85,11 @@ class Server(HttpModel):
         answers: AnswerServer | None = None,
         learning: Learning | None = None,
         learner: Learner | None = None,
+        version: str = VERSION,
     ) -> None:
         self.candidates, self.answers = candidates, answers
         self.learning, self.learner = learning, learner
-        self.manifest, self.name, self.version, self.config = manifest, name, VERSION, config
+        self.manifest, self.name, self.version, self.config = manifest, name, version, config
         self.outputs = [output["name"] for output in manifest["outputs"]]
         self.features = Features(manifest, config.samples, maps)
         self.preparation = preparation
@@ -105,6 +106,10 @@ class Server(HttpModel):
         self.monitor = self._make_monitor(manifest)
         self.batcher.scored = self.monitor.saw
         self.models = OneModel(self, self._count_unknown)
+        self.mirror: Callable[[Asked, Array], None] | None = None
+        """Called after a request was answered, with its inputs and scores [N, T]."""
+        self.routes: Callable[[], Mapping[str, Any]] | None = None
+        """Tells where requests for the model go, if it has several versions."""
 
     def use(
         self,
@@ -162,10 +167,18 @@ class Server(HttpModel):
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self.batcher.start()
-        sharing = asyncio.create_task(self.counted.keep_sharing())
+        self.start()
         yield
-        sharing.cancel()
+        await self.close()
+
+    def start(self) -> None:
+        """Score requests from now on, in the running event loop."""
+        self.batcher.start()
+        self._sharing = asyncio.get_running_loop().create_task(self.counted.keep_sharing())
+
+    async def close(self) -> None:
+        """Answer what it has, and then nothing."""
+        self._sharing.cancel()
         await self.batcher.close()
 
     def metadata(self) -> dict[str, Any]:
@@ -207,8 +220,14 @@ class Server(HttpModel):
     def endpoint(self, what: str) -> Endpoint:
         """What answers its own address of this word."""
         own = {"labels": self._labels, "learn": self._learn, "retrieve": self._retrieve}
-        found: Endpoint = (own | {"monitor": self._monitor, "deltas": self._deltas})[what]
+        own |= {"monitor": self._monitor, "deltas": self._deltas, "routes": self._routes}
+        found: Endpoint = own[what]
         return found
+
+    async def _routes(self, _: Request) -> Response:
+        if self.routes is None:
+            raise bad("one version of the model is served: serve a repository of several")
+        return json_response(self.routes())
 
     async def _monitor(self, request: Request) -> Response:
         self.batcher.tell()
@@ -361,6 +380,8 @@ class Server(HttpModel):
             self.monitor.keep(asked.id, columns)
         if self.follower is not None and self.follower.gate.looks:
             self.follower.recent.keep(asked.id, inputs, columns)
+        if self.mirror is not None:  # once the answer is sent
+            asyncio.get_running_loop().call_soon(self.mirror, inputs, columns)
         return {name: columns[:, self.outputs.index(name)] for name in names}
 
     def refused(self, fault: Exception) -> Refused:

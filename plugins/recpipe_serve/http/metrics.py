@@ -23,28 +23,45 @@ AT_ONCE = 128
 SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
-class Metrics:
+class DoorMetrics:
+    """The figures of connections and of requests, whatever they are for."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        into = self.registry
+        self.answers = Counter(
+            "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
+        )
+        self.refused = Counter(
+            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
+        )
+        self.connections = Gauge(
+            "recpipe_connections", "Open connections", registry=into, multiprocess_mode="livesum"
+        )
+        self.closed = Counter(
+            "recpipe_connections_closed",
+            "Connections that the server closed or refused, by reason",
+            ["reason"],
+            registry=into,
+        )
+
+
+class Metrics(DoorMetrics):
     """The figures of one process, and of the monitor: ``compared`` gives those. ``several``: of all processes
     that write into ``DIRECTORY``, each before it answers, so that one that is killed has counted what it did.
     One process alone keeps answers and batches aside and counts many at once: prometheus_client's own work
     between two requests would be a tenth of what they cost."""
 
     def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
-        self._registry = CollectorRegistry()
-        self._gauges = Gauges(compared)
+        super().__init__()
+        self.gauges = Gauges(compared)
         self.several = several
         self._answers: deque[tuple[int, float, int | None]] = deque()
         """Answers that are not counted yet: status, seconds, requests that wait if it is known."""
         self._batches: deque[tuple[int, int]] = deque()
         """Batches that are not: requests, samples."""
-        into = self._registry
-        self.answers = Counter(
-            "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
-        )
+        into = self.registry
         self._statuses: dict[int, Counter] = {}
-        self.refused = Counter(
-            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
-        )
         self.seconds = Histogram(
             "recpipe_request_seconds",
             "From the request's first byte read to its answer",
@@ -61,15 +78,6 @@ class Metrics:
             "Requests that wait, as of the last answer",
             registry=into,
             multiprocess_mode="livesum",
-        )
-        self.connections = Gauge(
-            "recpipe_connections", "Open connections", registry=into, multiprocess_mode="livesum"
-        )
-        self.closed = Counter(
-            "recpipe_connections_closed",
-            "Connections that the server closed or refused, by reason",
-            ["reason"],
-            registry=into,
         )
         self.reloads = Counter(
             "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
@@ -100,15 +108,15 @@ class Metrics:
         """Count an answer; ``waiting``: the requests that wait now."""
         self._answers.append((status, seconds, waiting))
         if self.several or len(self._answers) >= AT_ONCE:
-            self._count()
+            self.count()
 
     def saw(self, requests: int, samples: int) -> None:
         """Count a batch."""
         self._batches.append((requests, samples))
         if self.several:
-            self._count()
+            self.count()
 
-    def _count(self) -> None:
+    def count(self) -> None:
         """Count what was kept aside; any thread may."""
         with suppress(IndexError):
             while True:
@@ -129,16 +137,16 @@ class Metrics:
     def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
         """Show what a plugin has counted, too."""
         for name in counted():
-            gauge = Gauge(f"recpipe_{name}", "Counted by a plugin of the server", registry=self._registry)
+            gauge = Gauge(f"recpipe_{name}", "Counted by a plugin of the server", registry=self.registry)
             gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
-        self._count()
+        self.count()
         own = CollectorRegistry()
-        own.register(self._gauges)
+        own.register(self.gauges)
         if not self.several:
-            return generate_latest(self._registry) + generate_latest(own)
+            return generate_latest(self.registry) + generate_latest(own)
         MultiProcessCollector(own)  # type: ignore[no-untyped-call]
         return generate_latest(own)
 

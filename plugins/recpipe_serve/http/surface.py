@@ -34,6 +34,7 @@ OWN = {
     "retrieve": ["POST"],
     "monitor": ["GET"],
     "deltas": ["GET", "POST"],
+    "routes": ["GET"],
 }
 """What a model answers beside the protocol, and the methods of these addresses."""
 NOT_HERE = "tensors come with their requests: there are no regions of shared memory"

@@ -12,14 +12,13 @@ from typing import Any
 import uvloop
 
 from recpipe_serve.http.acceptor import Acceptor
-from recpipe_serve.http.app import Server
 
 
 @contextmanager
 def listening(
-    server: Server, around: AbstractAsyncContextManager[None] | None = None
+    server: Any, around: AbstractAsyncContextManager[None] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """In the block ``server`` answers on a free port, which is given with what runs it; ``around``: what else
+    """In the block ``server`` (a ``Server``, or a ``Repository``) answers on a free port, which is given with what runs it; ``around``: what else
     answers meanwhile in its event loop."""
     accepting = socket.create_server(("127.0.0.1", 0))
     runner = server.listener(Acceptor(server.config, server.metrics), stop=5)
