@@ -44,6 +44,12 @@ class ServeConfig:
     """Most requests that wait in a process; others get 503."""
     deadline_ms: Annotated[float, Ge(1)] = 1000.0
     """Milliseconds after which a request that still waits gets 504."""
+    shed: bool = True
+    """Whether a request is refused at once (503) that those before it would keep waiting beyond its deadline,
+    by what samples have taken lately. It would be answered 504 anyway, and its client knows sooner."""
+    priorities: Annotated[int, Interval(ge=1, le=1000)] = 1
+    """Levels of priority: a request's parameter ``priority`` is 1, the first to be scored, to this one, which
+    those have that name none."""
     body_bytes: Positive = 16 * 2**20
     """Most bytes of a request; larger ones get 413."""
     body_seconds: Limit = 10.0
@@ -96,6 +102,10 @@ class ServeConfig:
     """A directory where what was learnt is kept over restarts; None: it goes with the process."""
     learn_seconds: Seconds = 60.0
     """Seconds from one time that it is written to the next one."""
+    access_log: FilePath | None = None
+    """A file to which a line of JSON is written for each request; ``-``: standard output. None: none is."""
+    traces: bool = False
+    """Whether each request is exported as a span of OpenTelemetry, as its environment variables say."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
     window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000

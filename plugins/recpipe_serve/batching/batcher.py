@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import is_
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 
 from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.forms import Array, Asked, sides_of, together
+from recpipe_serve.batching.pace import Pace
 from recpipe_serve.batching.scorer import Side
 from recpipe_serve.batching.statistics import Took
 from recpipe_serve.config import ServeConfig
@@ -90,8 +92,12 @@ class Batcher:
     """When a request came last, or a batch was answered."""
     _drained: list[asyncio.Future[None]] = field(default_factory=list)
     """Those who wait for the end of the batch that is being scored."""
+    _scoring: int = 0
+    """Samples of the batch that the thread scores."""
     _spent: tuple[float, float] = (0.0, 0.0)
     """Seconds in which the latest batch was put together, and scored."""
+    _pace: Pace = field(default_factory=Pace)
+    """How long batches take."""
     _each: float = float("inf")
     """Seconds that a sample of the latest batches took, rather less than more."""
 
@@ -102,11 +108,16 @@ class Batcher:
         self.alive = True
 
     def put(
-        self, asked: Asked, done: Callable[[Array | Exception], None], timeout: float | None = None
+        self,
+        asked: Asked,
+        done: Callable[[Array | Exception], None],
+        timeout: float | None = None,
+        priority: int | None = None,
     ) -> None:
         """Have a request scored. ``done`` is called in the event loop with its scores, float32 [N] or [N, T],
-        or with why there are none: ``Refused`` if the deadline passes while it waits. ``Refused`` if the
-        queue is full."""
+        or with why there are none: ``Refused`` if the deadline passes while it waits, or if one of a higher
+        ``priority`` (1 is the highest, None the lowest) takes its place in a full queue. ``Refused`` if the
+        queue is full, or if those before it are expected to take longer than it can wait."""
         if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
         if self.answers is not None:
@@ -115,19 +126,41 @@ class Batcher:
                 asked.done = done
                 self._answer([asked], found)
                 return
-        if len(self.queue) >= self.config.queue:
-            raise Refused(503, "queue_full", f"{self.config.queue} requests wait already; try again later")
         now = monotonic()
         patience = self.config.deadline_ms / 1e3
         if timeout is not None:  # the client's
             patience = min(timeout, patience)
         asked.done, asked.since, asked.until = done, now, now + patience
-        self.queue.append(asked)
+        levels = self.config.priorities
+        asked.level = levels if priority is None else min(max(priority, 1), levels)
+        self._enqueue(asked, patience)
         idle, self._ended = now - self._ended > IDLE, now
         if idle and not self._due and not self._busy:
             self._turn()
         else:
             self._wake()
+
+    def _enqueue(self, asked: Asked, patience: float) -> None:
+        """Let a request wait behind those of its level; ``Refused`` if that cannot help it."""
+        place = len(self.queue)
+        while place and self.queue[place - 1].level > asked.level:
+            place -= 1
+        if self.config.shed and place:
+            before = sum([one.samples for one in islice(self.queue, place)]) + self._scoring
+            if self._pace.expected(before, self.config.batch) > patience:
+                raise Refused(
+                    503, "overload", "those before it take longer than the request can wait; try again later"
+                )
+        if len(self.queue) >= self.config.queue:
+            if place == len(self.queue):
+                raise Refused(
+                    503, "queue_full", f"{self.config.queue} requests wait already; try again later"
+                )
+            self.queue.pop().done(Refused(503, "priority", "one of a higher priority took its place"))
+        if place == len(self.queue):
+            self.queue.append(asked)
+        else:
+            self.queue.insert(place, asked)
 
     async def close(self) -> None:
         """Score what waits, then stop."""
@@ -160,7 +193,7 @@ class Batcher:
                 continue
             # Another object: what was put together of the one before is not this.
             anew.done, anew.since, anew.until, anew.alone = one.done, one.since, one.until, one.alone
-            anew.taught = one.taught
+            anew.taught, anew.level = one.taught, one.level
             self.queue[self.queue.index(one)] = anew
 
     def _wake(self) -> None:
@@ -194,7 +227,7 @@ class Batcher:
                 except Exception as fault:
                     self._failed(batch, fault)
             else:
-                self._busy = True
+                self._busy, self._scoring = True, samples
                 scored = self._loop.run_in_executor(self._thread, self._scored, self.score, batch, True)
                 scored.add_done_callback(partial(self._scored_there, batch, now))
         if self.queue:
@@ -202,7 +235,7 @@ class Batcher:
 
     def _scored_there(self, batch: list[Asked], taken: float, scored: asyncio.Future[Array]) -> None:
         """The thread has scored a batch, which was ``taken`` then, or failed to."""
-        self._busy = False
+        self._busy, self._scoring = False, 0
         waiting, self._drained = self._drained, []
         for done in waiting:
             if not done.done():
@@ -290,6 +323,7 @@ class Batcher:
             scores = correct(asked, found.dense, scores)
         spent = perf_counter() - began
         self._spent = began - came, spent
+        self._pace.saw(len(scores), began - came + spent)
         each = spent / len(scores)
         self._each = each if each < self._each else self._each + (each - self._each) / 8
         return scores

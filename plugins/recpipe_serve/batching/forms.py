@@ -80,6 +80,8 @@ class Asked:
     """When it came, by ``monotonic``."""
     until: float = field(init=False)
     """When it is refused if it still waits."""
+    level: int = 1
+    """Its priority: those of lower numbers are scored first."""
     ticket: Any = field(default=None, repr=False)
     """By which what stands in front of the model knows it again (``AnswerServer``)."""
     alone: bool = False

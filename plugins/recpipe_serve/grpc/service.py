@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from collections.abc import Sequence
+from time import perf_counter, time_ns
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from recpipe.common.versions import installed_version
+from recpipe_serve.access.record import Observer, Record
 from recpipe_serve.errors import Refused
 from recpipe_serve.grpc.messages import read_request, write_response
 from recpipe_serve.models import EXTENSIONS, READY, ServedModels
@@ -31,12 +33,15 @@ CODES = {
 """The status of a refusal, by that of HTTP."""
 
 
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service over ``models``. What it does not have (shared memory, settings of traces and logs, streams)
+    """The service over ``models``; ``observers`` are told of each request for outputs. What it does not have (shared memory, settings of traces and logs, streams)
     is UNIMPLEMENTED."""
 
-    def __init__(self, models: ServedModels[Any]) -> None:
-        self.models = models
+    def __init__(self, models: ServedModels[Any], observers: Sequence[Observer] = ()) -> None:
+        self.models, self.observers = models, observers
 
     async def _abort(self, context: Any, refused: Refused) -> None:
         await context.abort(CODES.get(refused.status, grpc.StatusCode.INTERNAL), str(refused))
@@ -94,17 +99,30 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
             model = self.models.chosen(request.model_name, request.model_version)
         except Refused as refused:
             self.models.count_unknown(refused, perf_counter() - began)
+            self._observe(request, None, refused.status, perf_counter() - began, context)
             await self._abort(context, refused)
-        refusal = None
+        refusal = response = None
         try:
             outputs = await model.answer(read_request(request, context.time_remaining()))
             response = write_response(model.name, model.version, request.id, outputs)
         except Exception as fault:
             refusal = model.refused(fault)
-        model.count(200 if refusal is None else refusal.status, perf_counter() - began)
+        status, seconds = 200 if refusal is None else refusal.status, perf_counter() - began
+        model.count(status, seconds)
+        self._observe(request, response, status, seconds, context)
         if refusal is not None:
             await self._abort(context, refusal)
         return response
+
+    def _observe(self, request: Any, response: Any, status: int, seconds: float, context: Any) -> None:
+        if not self.observers:
+            return
+        sent = 0 if response is None else response.ByteSize()
+        trace = dict(context.invocation_metadata() or ()).get("traceparent")
+        host = context.peer().partition(":")[2].rpartition(":")[0]  # ipv4:HOST:PORT
+        own = ("grpc", "POST", INFER, status, time_ns(), seconds, request.ByteSize(), sent, host, trace)
+        for observer in self.observers:
+            observer(Record(*own))
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         """All models, or those that are ready."""

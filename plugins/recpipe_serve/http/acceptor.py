@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recpipe_serve.access.record import Observer
 from recpipe_serve.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -68,7 +69,15 @@ class Acceptor:
     for the new one: of the address that has the most, the one that has waited longest.
     """
 
-    def __init__(self, bounds: ServeConfig, metrics: DoorMetrics, shares: Shares | None = None) -> None:
+    def __init__(
+        self,
+        bounds: ServeConfig,
+        metrics: DoorMetrics,
+        shares: Shares | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.observers = observers
+        """Are told of each request that was answered."""
         self.bounds, self.metrics, self.shares = bounds, metrics, shares or Shares()
         self.count = 0
         """Connections that were taken and are not gone."""

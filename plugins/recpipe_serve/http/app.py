@@ -320,12 +320,15 @@ class Server(HttpModel):
     async def answer(self, request: InferenceRequest) -> Outputs:
         """The scores of a request that did not come by HTTP."""
         inputs, names = self.features.asked(request.inputs), self._names(request)
-        return Outputs(self._found(request, names, inputs, await self._scores(inputs, request.timeout)))
+        scores = await self._scores(inputs, request.timeout, request.priority)
+        return Outputs(self._found(request, names, inputs, scores))
 
-    async def _scores(self, inputs: Asked, timeout: float | None = None) -> Array:
+    async def _scores(
+        self, inputs: Asked, timeout: float | None = None, priority: int | None = None
+    ) -> Array:
         """The scores float32 [N] or [N, T] of these inputs, scored with whatever else waits."""
         done: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
-        self.batcher.put(inputs, partial(_settle, done), timeout)
+        self.batcher.put(inputs, partial(_settle, done), timeout, priority)
         return await done
 
     def infer(self, request: IncomingRequest) -> None:
@@ -339,7 +342,7 @@ class Server(HttpModel):
             names = self._names(asked)
             request.parts.clear()
             done = partial(self._answer, request, asked, names, inputs)
-            self.batcher.put(inputs, done, asked.timeout)
+            self.batcher.put(inputs, done, asked.timeout, asked.priority)
         except Exception as fault:
             self._send(request, self._fault(fault))
 

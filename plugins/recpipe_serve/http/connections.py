@@ -11,17 +11,18 @@ import json
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from recpipe_serve.access.record import Observer, Record
 from recpipe_serve.errors import Refused, bad
 from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.compression import decoded, encoding_fault, too_large
@@ -29,7 +30,7 @@ from recpipe_serve.http.compression import decoded, encoding_fault, too_large
 HEADER, BODY, IDLE, ANSWERED = "header_slow", "body_slow", "idle", "answered"
 """What a connection waits for, as the metrics name it where it has waited too long: the rest of a header, or
 of a body; its next request; or, without a limit, an answer by the model."""
-ENCODING = b"content-encoding"
+ENCODING, TRACEPARENT = b"content-encoding", b"traceparent"
 Answer = tuple[int, bytes, Mapping[str, str]]
 """Status, body, and headers without the body's length."""
 
@@ -54,6 +55,7 @@ class IncomingRequest:
     began: float
     """When the request's header was whole, in seconds of ``perf_counter``."""
     keep_alive: bool
+    path: str = ""
     parts: list[bytes] = field(default_factory=list)
     size: int = 0
     whole: bool = False
@@ -278,7 +280,7 @@ class Connection(HttpToolsProtocol):
         before = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         self.cycle = request = IncomingRequest(
-            infer, self.respond, dict(self.headers), perf_counter(), keep_alive
+            infer, self.respond, dict(self.headers), perf_counter(), keep_alive, path.decode("latin-1")
         )
         request.fault = header_fault(request.headers, self.bounds.body_bytes)
         if before is None or (before.response_complete and not self._held):
@@ -330,12 +332,32 @@ class Connection(HttpToolsProtocol):
     def respond(self, request: IncomingRequest, answer: Answer) -> None:
         """Send the answer of a request; the next one on the connection has its turn then."""
         request.response_complete = True
+        if self.acceptor.observers:
+            self._observe(request, answer)
         if self.transport.is_closing():
             return
         self.transport.write(response(answer, request.keep_alive, self.server_state.default_headers))
         if not request.keep_alive:
             self.transport.close()
         self.on_response_complete()
+
+    def _observe(self, request: IncomingRequest, answer: Answer) -> None:
+        """Tell those who observe requests."""
+        trace = request.headers.get(TRACEPARENT)
+        record = Record(
+            "http",
+            "POST",
+            request.path,
+            answer[0],
+            time_ns(),
+            perf_counter() - request.began,
+            request.size,
+            len(answer[1]),
+            self.address,
+            None if trace is None else trace.decode("latin-1"),
+        )
+        for observer in self.acceptor.observers:
+            observer(record)
 
     def on_response_complete(self) -> None:
         """uvicorn's: a request is answered."""
@@ -365,6 +387,50 @@ class Connection(HttpToolsProtocol):
             self._wait(self.why, self.deadline - self.since)
 
 
+class Observed:
+    """An ASGI application, of whose requests ``observers`` are told."""
+
+    def __init__(self, app: Any, observers: Sequence[Observer]) -> None:
+        self.app, self.observers = app, observers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI's."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status, received, sent = perf_counter(), 500, 0, 0
+
+        async def receiving() -> Any:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
+        async def sending(message: Any) -> None:
+            nonlocal status, sent
+            status, sent = message.get("status", status), sent + len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self.app(scope, receiving, sending)
+        finally:
+            trace = dict(scope["headers"]).get(TRACEPARENT)
+            record = Record(
+                "http",
+                scope["method"],
+                scope["path"],
+                status,
+                time_ns(),
+                perf_counter() - began,
+                received,
+                sent,
+                (scope["client"] or ("",))[0],
+                None if trace is None else trace.decode("latin-1"),
+            )
+            for observer in self.observers:
+                observer(record)
+
+
 class Listener(uvicorn.Server):
     """uvicorn's server, whose connections come through ``acceptor``."""
 
@@ -377,7 +443,7 @@ class Listener(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                Observed(app, acceptor.observers) if acceptor.observers else app,
                 ws="none",
                 log_level="warning",
                 access_log=False,

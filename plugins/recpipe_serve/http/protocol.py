@@ -53,6 +53,16 @@ class InferenceRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """What else the client says, by name."""
 
+    @property
+    def priority(self) -> int | None:
+        """1 is the highest; None: the client does not say. ``Refused`` for what is no whole number."""
+        found = self.parameters.get("priority")
+        if found is None or found == 0:  # as Triton has it
+            return None
+        if type(found) is not int or found < 0:
+            raise bad("parameters.priority is no whole number")
+        return found
+
 
 def parse(body: bytes, header: str | None) -> InferenceRequest:
     """The request in ``body``; ``header``: the value of ``Inference-Header-Content-Length``. ``Refused`` for

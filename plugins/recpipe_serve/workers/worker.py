@@ -19,7 +19,7 @@ import sys
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvloop
@@ -28,6 +28,7 @@ from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import old_objects_kept, quieted
 from recpipe.errors import UserError
 from recpipe.tasks.process import prepare_process
+from recpipe_serve.access.log import AccessLog
 from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.http.acceptor import Acceptor, Shares
@@ -36,6 +37,9 @@ from recpipe_serve.repository.layout import is_repository
 from recpipe_serve.repository.models import Repository
 from recpipe_serve.row_server import RowServer
 from recpipe_serve.workers.package import ServedPackage
+
+if TYPE_CHECKING:
+    from recpipe_serve.access.spans import Spans
 
 log = logging.getLogger("recpipe")
 LARGEST = 65536
@@ -78,7 +82,15 @@ class Worker:
                 directory, config, name, rows=rows, answers=answers, folder=folder, number=number
             )
         file = folder and folder / CONNECTIONS
-        self.acceptor = Acceptor(config, self.served.metrics, Shares(config.workers, number, file))
+        self.access = None if config.access_log is None else AccessLog(config.access_log)
+        self.spans: Spans | None = None
+        if config.traces:
+            from recpipe_serve.access.spans import Spans as Exported
+
+            self.spans = Exported()
+        self.observers = [own.saw for own in (self.access, self.spans) if own is not None]
+        shares = Shares(config.workers, number, file)
+        self.acceptor = Acceptor(config, self.served.metrics, shares, self.observers)
         self.runner = self.served.listener(self.acceptor, config.stop_seconds)
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,12 +113,18 @@ class Worker:
             loop.add_reader(channel, self._told, channel)
             _say(channel, "ready", self.served.described)
         self.served.begin()
+        writing = None if self.access is None else loop.create_task(self.access.keep_writing())
         # The runner stops gracefully, and then raises the signal that stopped it.
         try:
             async with self._rpc():
                 await self.runner.serve(sockets=[listening])
         finally:
             self.served.end()
+            if self.access is not None and writing is not None:
+                writing.cancel()
+                self.access.close()
+            if self.spans is not None:
+                self.spans.close()
 
     def _rpc(self) -> AbstractAsyncContextManager[None]:
         """In which gRPC is answered, if it is to be."""
@@ -116,7 +134,7 @@ class Worker:
         from recpipe_serve.grpc.listener import answering, at
         from recpipe_serve.grpc.service import InferenceService
 
-        service = InferenceService(self.served.models)
+        service = InferenceService(self.served.models, self.observers)
         return answering(service, at(config.host, config.grpc_port), config.body_bytes, config.stop_seconds)
 
     def _told(self, channel: socket.socket) -> None:
