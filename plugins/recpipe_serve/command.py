@@ -41,7 +41,7 @@ def serve_command(words: Sequence[str]) -> int:
             raise UserError(
                 f"grpc_port= needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
             )
-    if config.traces and find_spec("opentelemetry.sdk") is None:
+    if config.traces and (find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None):
         raise UserError(
             "traces=true needs opentelemetry-sdk, not installed here: pip install 'recpipe[serve,otel]'"
         )

@@ -24,6 +24,7 @@ from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, bad
 from recpipe_serve.http.compression import decoded, encoded, too_large
 from recpipe_serve.http.connections import ENCODING, Answer, IncomingRequest, error, header_fault
+from recpipe_serve.http.openapi import described
 from recpipe_serve.models import EXTENSIONS, READY, ServedModel, ServedModels
 
 JSON = {"content-type": "application/json"}
@@ -73,6 +74,7 @@ class Surface:
         get, post = ["GET"], ["POST"]
         routes = [
             Route("/metrics", self._metrics),
+            Route("/openapi.json", self._described),
             Route("/v2", self._server),
             Route("/v2/health/live", self._live),
             Route("/v2/health/ready", self._ready),
@@ -116,6 +118,9 @@ class Surface:
     async def _server(self, _: Request) -> Response:
         version = installed_version("recpipe") or ""
         return json_response({"name": "recpipe", "version": version, "extensions": EXTENSIONS})
+
+    async def _described(self, _: Request) -> Response:
+        return json_response(described(self.models.every()))
 
     async def _live(self, _: Request) -> Response:
         return Response(status_code=200)
