@@ -106,6 +106,19 @@ class ServeConfig:
     """A file to which a line of JSON is written for each request; ``-``: standard output. None: none is."""
     traces: bool = False
     """Whether each request is exported as a span of OpenTelemetry, as its environment variables say."""
+    store: Text | None = None
+    """Where values of features are that raw rows leave out: the address of a Redis server (``redis://...``), or
+    a parquet file. None: rows have all of them."""
+    store_key: Text = "user"
+    """The column by whose value they are found."""
+    store_prefix: str = "user:"
+    """What stands before it in Redis."""
+    store_ms: Annotated[float, Gt(0), Interval(le=60_000)] = 20.0
+    """Milliseconds that a request waits for them; defaults stand for what has not come by then."""
+    store_seconds: Seconds = 60.0
+    """Seconds that they are kept; 0: they are asked for each time."""
+    store_kept: Positive = 100_000
+    """Most keys whose values are kept."""
     stop_seconds: Seconds = 10.0
     """Seconds that a stopping server gives the requests that it has."""
     window: Annotated[int, Interval(ge=1000, le=10**8)] = 10_000

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -53,9 +54,12 @@ from recpipe_serve.monitor.windows import REFUSED
 if TYPE_CHECKING:
     from recpipe_serve.candidates import Candidates
     from recpipe_serve.http.learning import Learner, Learning
+    from recpipe_serve.store.filled import FeatureStore
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
+LACKING = "features_lacking"
+"""A parameter of responses: for how many keys defaults stand for the values of the feature store."""
 
 
 class Server(HttpModel):
@@ -106,6 +110,9 @@ class Server(HttpModel):
         self.monitor = self._make_monitor(manifest)
         self.batcher.scored = self.monitor.saw
         self.models = OneModel(self, self._count_unknown)
+        self.store: FeatureStore | None = None
+        """Fills raw rows."""
+        self._filling: set[asyncio.Task[None]] = set()
         self.mirror: Callable[[Asked, Array], None] | None = None
         """Called after a request was answered, with its inputs and scores [N, T]."""
         self.routes: Callable[[], Mapping[str, Any]] | None = None
@@ -135,6 +142,11 @@ class Server(HttpModel):
             self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
         self.batcher.score, self.candidates, self.learner = score, candidates, learner
         self.metrics.serves(package)
+
+    def fill_from(self, store: FeatureStore) -> None:
+        """Fill raw rows from ``store``, and show how that goes."""
+        self.store = store
+        self.metrics.show(store.counted)
 
     def follow(self, follower: Follower) -> None:
         """Show where ``follower`` is, and hand it the requests by which it judges deltas."""
@@ -179,7 +191,10 @@ class Server(HttpModel):
     async def close(self) -> None:
         """Answer what it has, and then nothing."""
         self._sharing.cancel()
+        await asyncio.gather(*self._filling)
         await self.batcher.close()
+        if self.store is not None:
+            await self.store.close()
 
     def metadata(self) -> dict[str, Any]:
         """Its inputs and outputs, as KServe has them."""
@@ -319,9 +334,14 @@ class Server(HttpModel):
 
     async def answer(self, request: InferenceRequest) -> Outputs:
         """The scores of a request that did not come by HTTP."""
-        inputs, names = self.features.asked(request.inputs), self._names(request)
+        names, told = self._names(request), {}
+        if request.rows:
+            rows, told = await self._filled(request)
+            inputs = self.heads.encoded(rows)
+        else:
+            inputs = self.features.asked(request.inputs)
         scores = await self._scores(inputs, request.timeout, request.priority)
-        return Outputs(self._found(request, names, inputs, scores))
+        return Outputs(self._found(request, names, inputs, scores), told)
 
     async def _scores(
         self, inputs: Asked, timeout: float | None = None, priority: int | None = None
@@ -338,13 +358,36 @@ class Server(HttpModel):
                 raise request.fault
             length = request.headers.get(HEADER_LENGTH)
             body = request.whole_body(self.config.body_bytes)
-            asked, inputs = self.heads.read(body, None if length is None else length.decode("latin-1"))
-            names = self._names(asked)
+            header = None if length is None else length.decode("latin-1")
+            asked, inputs = self.heads.read_or_rows(body, header)
             request.parts.clear()
-            done = partial(self._answer, request, asked, names, inputs)
-            self.batcher.put(inputs, done, asked.timeout, asked.priority)
+            if inputs is None and self.store is not None:
+                filling = asyncio.get_running_loop().create_task(self._infer_filled(request, asked))
+                self._filling.add(filling)
+                filling.add_done_callback(self._filling.discard)
+            else:
+                self._put(request, asked, self.heads.encoded(asked.rows) if inputs is None else inputs)
         except Exception as fault:
             self._send(request, self._fault(fault))
+
+    async def _infer_filled(self, request: IncomingRequest, asked: InferenceRequest) -> None:
+        """Score a request with what the store has of its rows."""
+        try:
+            rows, told = await self._filled(asked)
+            self._put(request, replace(asked, told=told), self.heads.encoded(rows))
+        except Exception as fault:
+            self._send(request, self._fault(fault))
+
+    async def _filled(self, asked: InferenceRequest) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+        """The rows of a request with what the store has of them, and what its client is told of that."""
+        if self.store is None:
+            return asked.rows, {}
+        filled = await self.store.fill(asked.rows, self.heads.columns)
+        return filled.rows, {LACKING: filled.lacking} if filled.lacking else {}
+
+    def _put(self, request: IncomingRequest, asked: InferenceRequest, inputs: Asked) -> None:
+        done = partial(self._answer, request, asked, self._names(asked), inputs)
+        self.batcher.put(inputs, done, asked.timeout, asked.priority)
 
     def _names(self, asked: InferenceRequest) -> list[str]:
         """The outputs that are asked for; ``Refused`` for one that the model does not have."""

@@ -215,10 +215,18 @@ class Heads:
     def use(self, preparation: Preparation | None) -> None:
         """Encode raw values by this ``preparation`` from now on; None: refuse them."""
         self._raw = None if preparation is None else RawValues(preparation)
+        features = None if preparation is None else preparation.features
+        self.columns = () if features is None else tuple(features.inputs)
+        """The columns that raw values have."""
 
     def read(self, body: bytes, header: str | None) -> tuple[InferenceRequest, Asked]:
         """The request in ``body``, and its inputs, checked; ``header``: see ``parse``. ``Refused`` for what
         is wrong."""
+        request, asked = self.read_or_rows(body, header)
+        return request, self.encoded(request.rows) if asked is None else asked
+
+    def read_or_rows(self, body: bytes, header: str | None) -> tuple[InferenceRequest, Asked | None]:
+        """``read``, but that rows of raw values are not made inputs: None stands for these."""
         length = json_length(header, len(body))
         text = body[:length]
         head = self._known.get(text)
@@ -231,7 +239,7 @@ class Heads:
             return head.request, self.features.checked(dense, np.concatenate(ids), head.form)
         request = parse(body, header)
         if request.rows:
-            return request, self.encoded(request.rows)
+            return request, None
         asked = self.features.asked(request.inputs)
         if request.id is None and len(text) <= LONGEST:
             self._keep(text, request, asked.form)

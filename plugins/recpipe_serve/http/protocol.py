@@ -52,6 +52,8 @@ class InferenceRequest:
     """Where the values of each binary input begin, in bytes after the JSON."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """What else the client says, by name."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What its response says beside the outputs (``parameters``)."""
 
     @property
     def priority(self) -> int | None:
@@ -211,10 +213,10 @@ def answer(
             parts.append(np.ascontiguousarray(values, "<f4").tobytes())
         else:
             listed.append(values.astype(float).tolist())
-    if request.id is None and not listed:
+    if request.id is None and not listed and not request.told:
         text = _usual_head(model, version, tuple(described), (), None)
     else:
-        text = _head(model, version, described, listed, request.id)
+        text = _head(model, version, described, listed, request.id, request.told)
     if not parts:
         return text, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
@@ -227,6 +229,7 @@ def _head(
     outputs: Sequence[tuple[str, tuple[int, ...], bool]],
     listed: Sequence[Any],
     ident: str | None,
+    told: Mapping[str, Any] | None = None,
 ) -> bytes:
     """A response's JSON; ``outputs``: of each its name, its shape, and whether its values follow in binary.
     ``listed``: the values of the others."""
@@ -242,6 +245,8 @@ def _head(
     head: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
     if ident is not None:
         head["id"] = ident
+    if told:
+        head["parameters"] = dict(told)
     return json.dumps(head).encode()
 
 

@@ -16,7 +16,7 @@ from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL, read_manifest
 from recpipe.common.process import imported_from
 from recpipe.data.preparation import Preparation
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.corrected import Corrected
 from recpipe_serve.batching.scorer import RequestScorer
@@ -30,6 +30,8 @@ from recpipe_serve.http.learning import Learner, Learning, read_token
 from recpipe_serve.http.metrics import DoorMetrics
 from recpipe_serve.models import ServedModels
 from recpipe_serve.row_server import RowServer
+from recpipe_serve.store.filled import FeatureStore
+from recpipe_serve.store.sources import opened
 
 if TYPE_CHECKING:
     from recpipe_serve.candidates import Candidates
@@ -160,7 +162,26 @@ class ServedPackage:
             self.server.follow(self.follower)
         if rows is not None:
             self.server.metrics.show(rows.counted)
+        if config.store is not None:
+            self.server.fill_from(self._store(config.store))
         self._following: asyncio.Task[None] | None = None
+
+    def _store(self, place: str) -> FeatureStore:
+        """What fills the rows of requests; ``UserError`` if the package takes none, or it cannot be used."""
+        config, preparation = self.config, self.loaded.preparation
+        if preparation is None or preparation.features is None:
+            raise UserError(
+                f"store= fills raw values, and {self.directory} does not say how these are encoded: package a "
+                "model that was trained with data from files"
+            )
+        if config.store_key not in preparation.features.inputs:
+            raise UserError(
+                f"store_key={shown(config.store_key)} is no column of the package's features; they are "
+                f"{', '.join(preparation.features.inputs)}"
+            )
+        source = opened(place, config.store_key, config.store_prefix)
+        seconds = config.store_ms / 1e3, config.store_seconds
+        return FeatureStore(source, config.store_key, *seconds, config.store_kept)
 
     @property
     def metrics(self) -> DoorMetrics:
