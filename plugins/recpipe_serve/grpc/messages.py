@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as messages
 from recpipe.errors import shown
 from recpipe_serve.batching.forms import Array
 from recpipe_serve.errors import bad
-from recpipe_serve.http.protocol import LARGEST_SIZE, InferenceRequest
+from recpipe_serve.http.protocol import BYTES, LARGEST_SIZE, RAW, InferenceRequest, rows_of, texts
 from recpipe_serve.models import Outputs
 
 DATATYPES: dict[str, np.dtype[Any]] = {
@@ -62,8 +62,10 @@ def read_request(message: Any, remaining: float | None = None) -> InferenceReque
             raise bad("parameters.timeout is no number of microseconds")
         remaining = min(timeout / 1e6, float("inf") if remaining is None else remaining)
     outputs = {output.name: True for output in message.outputs} or None
-    inputs = read_tensors(message.inputs, message.raw_input_contents, "input")
-    return InferenceRequest(message.id or None, inputs, [], outputs, True, remaining, {}, parameters)
+    inputs = read_tensors(message.inputs, message.raw_input_contents, "input", parameters.get(RAW) is True)
+    rows = rows_of(inputs) if parameters.get(RAW) is True else []
+    own = {} if rows else inputs
+    return InferenceRequest(message.id or None, own, rows, outputs, True, remaining, {}, parameters)
 
 
 def write_request(
@@ -97,22 +99,28 @@ def write_response(model: str, version: str, ident: str | None, outputs: Outputs
     return message
 
 
-def read_tensors(tensors: Any, raw: Any, what: str) -> dict[str, Array]:
-    """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none."""
+def read_tensors(tensors: Any, raw: Any, what: str, textual: bool = False) -> dict[str, Array]:
+    """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none. ``textual``: some
+    may be texts, which are arrays of objects then."""
     if raw and len(raw) != len(tensors):
         raise bad(f"there are {len(tensors)} {what}s, and the bytes of {len(raw)}")
     found: dict[str, Array] = {}
     for place, tensor in enumerate(tensors):
         if tensor.name in found:
             raise bad(f"{what} '{shown(tensor.name)}' comes twice")
-        found[tensor.name] = _array(tensor, raw[place] if raw else None, f"{what} '{shown(tensor.name)}'")
+        own = f"{what} '{shown(tensor.name)}'"
+        found[tensor.name] = _array(tensor, raw[place] if raw else None, own, textual)
     return found
 
 
-def _array(tensor: Any, raw: bytes | None, what: str) -> Array:
+def _array(tensor: Any, raw: bytes | None, what: str, textual: bool) -> Array:
     shape, kind = tuple(tensor.shape), DATATYPES.get(tensor.datatype)
     if len(shape) > 8 or any(size < 0 for size in shape) or prod(shape) > LARGEST_SIZE:
         raise bad(f"{what} has the shape {shown(list(shape))}")
+    if textual and tensor.datatype == BYTES:
+        if raw is None:
+            raw = b"".join(len(own).to_bytes(4, "little") + own for own in tensor.contents.bytes_contents)
+        return texts(raw, prod(shape), what).reshape(shape)
     if kind is None:
         raise bad(f"{what} is of type {shown(tensor.datatype)}, not one of {', '.join(DATATYPES)}")
     if raw is not None:

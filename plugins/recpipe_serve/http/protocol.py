@@ -7,6 +7,7 @@ A body is JSON, or JSON followed by the inputs' bytes in their order, little-end
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,6 +30,8 @@ TYPES: dict[str, np.dtype[Any]] = {
     "UINT32": np.dtype("<u4"),
 }
 """The protocol's types that a model of ours can take."""
+BYTES, RAW = "BYTES", "raw"
+"""The protocol's type of text; and the parameter of requests whose tensors are raw values by column."""
 LARGEST_SIZE = 2**31 - 1
 """Most values of a tensor; keeps products of sizes from growing without bound."""
 
@@ -83,7 +86,10 @@ def parse(body: bytes, header: str | None) -> InferenceRequest:
         raise bad("id is no text")
     data = memoryview(body)[length:]
     rows = _rows(asked, data) if "rows" in asked else []
-    inputs, places = ({}, {}) if rows else _inputs(asked.get("inputs"), data)
+    raw = parameters.get(RAW) is True
+    inputs, places = ({}, {}) if rows else _inputs(asked.get("inputs"), data, raw)
+    if raw and not rows:
+        inputs, places, rows = {}, {}, rows_of(inputs)
     timeout = parameters.get("timeout")
     if timeout is not None:
         if type(timeout) is not int or timeout < 0:
@@ -138,8 +144,48 @@ def _rows(asked: Mapping[str, Any], data: memoryview) -> list[dict[str, Any]]:
     return made
 
 
-def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[str, int]]:
-    """The values of each input, and the first byte of those in binary."""
+def rows_of(columns: Mapping[str, Array]) -> list[dict[str, Any]]:
+    """A row of raw values for each sample, of tensors by the names of columns: [N], [N, K] for lists of K
+    values, and for what all samples share 1 in the place of N. NaN is a missing value."""
+    for name, values in columns.items():
+        if values.ndim not in (1, 2) or not len(values):
+            raise bad(f"column '{shown(name)}' is {list(values.shape)}, not [N] or [N, K]")
+    samples = max(len(values) for values in columns.values())
+    rows: list[dict[str, Any]] = [{} for _ in range(samples)]
+    for name, values in columns.items():
+        if len(values) not in (1, samples):
+            raise bad(f"column '{shown(name)}' has {len(values)} samples, and another one has {samples}")
+        listed = [None if own != own else own for own in values.tolist()]  # NaN alone differs from itself
+        for place, row in enumerate(rows):
+            row[name] = listed[0 if len(listed) == 1 else place]
+    return rows
+
+
+def texts(data: bytes | memoryview, count: int, what: str) -> Array:
+    """``count`` texts object [N] of type BYTES: each is its length in 4 bytes, and its bytes in UTF-8.
+    ``Refused`` if these are others."""
+    found, at = [], 0
+    try:
+        for _ in range(count):
+            (size,) = struct.unpack_from("<I", data, at)
+            end = at + 4 + size
+            if end > len(data):
+                raise bad(f"{what}: its bytes end within a text")
+            found.append(bytes(data[at + 4 : end]).decode())
+            at = end
+    except (struct.error, UnicodeDecodeError) as fault:
+        raise bad(f"{what} has no texts of type BYTES ({shown(fault, 80)})") from fault
+    if at != len(data):
+        raise bad(f"{what} has {len(data)} bytes, and its {count} texts {at}")
+    made = np.empty(count, object)
+    made[:] = found
+    return made
+
+
+def _inputs(
+    inputs: object, data: memoryview, raw: bool = False
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """The values of each input, and the first byte of those in binary; of ``raw`` ones some may be texts."""
     if not isinstance(inputs, list) or not inputs:
         raise bad("inputs is no list of tensors")
     found: dict[str, Array] = {}
@@ -157,10 +203,20 @@ def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[st
         sized = isinstance(given, list) and len(given) <= 8 and all(type(n) is int and n >= 0 for n in given)
         if not sized or prod(given) > LARGEST_SIZE:
             raise bad(f"input '{shown(name)}' has the shape {shown(given)}")
+        size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
+        if raw and word == BYTES:
+            what = f"input '{shown(name)}'"
+            if size is None:
+                found[name] = _listed_texts(about.get("data"), prod(given), what).reshape(given)
+                continue
+            if type(size) is not int or size < 0 or start + size > len(data):
+                raise bad(f"{what} ends after the body's end")
+            found[name] = texts(data[start : start + size], prod(given), what).reshape(given)
+            start += size
+            continue
         if not isinstance(word, str) or word not in TYPES:
             raise bad(f"input '{shown(name)}' is of type {shown(word)}, not one of {', '.join(TYPES)}")
         shape, kind = tuple(given), TYPES[word]
-        size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
         if size is None:
             found[name] = _listed(about.get("data"), shape, kind, name)
             continue
@@ -174,6 +230,14 @@ def _inputs(inputs: object, data: memoryview) -> tuple[dict[str, Array], dict[st
     if start != len(data):
         raise bad(f"{len(data) - start} bytes at the body's end belong to no input")
     return found, places
+
+
+def _listed_texts(data: object, count: int, what: str) -> Array:
+    """Texts of a nested or flat list."""
+    found = np.asarray(data, object).reshape(-1) if isinstance(data, list) else np.empty(0, object)
+    if len(found) != count or not all(isinstance(own, str) for own in found):
+        raise bad(f"{what} is no list of {count} texts")
+    return found
 
 
 def _listed(data: object, shape: tuple[int, ...], kind: np.dtype[Any], name: str) -> Array:

@@ -19,6 +19,7 @@ from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.features import Features, Heads
+from recpipe_serve.http.protocol import rows_of, texts
 
 import recpipe
 from recpipe.answers import score
@@ -37,6 +38,10 @@ pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
 from recpipe_serve.http.app import Server
+from recpipe_serve.store.filled import FeatureStore
+from recpipe_serve.store.sources import ParquetSource
+from recpipe_serve.tests.listening import listening
+from recpipe_serve.tests.test_serving import ask
 
 CITIES = ["Zürich", "Köln", "", "New York, NY", "007"]
 FEATURES: list[dict[str, Any]] = [
@@ -308,6 +313,106 @@ def test_what_waits_is_encoded_anew_for_another_package(trained: Trained) -> Non
     asyncio.run(change())
     mean, deviation = first.learned.scales["age"]
     assert found == [[pytest.approx((50 - mean) / deviation)], [30.0]]
+
+
+def test_tensors_by_column_are_rows_over_both_protocols(trained: Trained, heads: Heads) -> None:
+    triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+    rpc = pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed")
+    from recpipe_serve.grpc.messages import read_request
+
+    columns: dict[str, Any] = {
+        "city": np.array(["Köln"], object),
+        "user": np.array([5, 7, 8]),
+        "tags": np.array(["t1|t2", "", "t8"], object),
+        "seen": np.array([[1, 2], [3, 4], [5, 6]]),
+        "price": np.array([0.5, np.nan, 7.25]),
+        "age": np.array([30], np.int32),
+        "shape": np.array([[1.0, 2.0]] * 3),
+        "at": np.array(["2024-03-30T01:00:00+00:00"], object),
+        "day": np.array(["2024-03-30"], object),
+    }
+    rows = [
+        {name: own[n % len(own)] for name, own in ((key, v.tolist()) for key, v in columns.items())}
+        for n in range(3)
+    ]
+    rows[1]["price"] = None
+    _, wanted = heads.read(written({"rows": rows}), None)
+
+    def inputs(kind: Any) -> list[Any]:
+        words = {"O": "BYTES", "i8": "INT64", "i4": "INT32", "f8": "FP64"}
+        made = [kind.InferInput(n, v.shape, words[v.dtype.str.lstrip("<|")]) for n, v in columns.items()]
+        for own, values in zip(made, columns.values(), strict=True):
+            own.set_data_from_numpy(values)
+        return made
+
+    make = triton.InferenceServerClient.generate_request_body
+    whole, length = make(inputs(triton), parameters={"raw": True})
+    plain = json.dumps({"parameters": {"raw": True}, "inputs": rows_as_tensors(columns)}).encode()
+    message = rpc._utils._get_inference_request("m", inputs(rpc), "", "", None, 0, False, False, 0, None, {"raw": True})
+    for found in (
+        heads.read(whole, str(length))[1],
+        heads.read(plain, None)[1],
+        heads.encoded(read_request(message).rows),
+    ):
+        assert found.ids.tolist() == wanted.ids.tolist()
+        assert found.dense.tolist() == wanted.dense.tolist()
+    for change, fault in (
+        ({"city": np.array([["a"], ["b"]], object)}, "'city' has 2 samples, and another one has 3"),
+        ({"user": np.zeros((3, 1, 1), np.int64)}, r"'user' is \[3, 1, 1\], not \[N\] or \[N, K\]"),
+    ):
+        with pytest.raises(Refused, match=fault):
+            rows_of(columns | change)
+    for data, fault in (
+        (b"\x02\x00\x00\x00a", "its bytes end within a text"),
+        (b"\x01\x00\x00", "has no texts of type BYTES"),
+        (b"\x01\x00\x00\x00\xff", "has no texts of type BYTES"),
+        (b"\x01\x00\x00\x00ab", "has 6 bytes, and its 1 texts 5"),
+    ):
+        with pytest.raises(Refused, match=fault):
+            texts(data, 1, "input 'x'")
+
+
+def rows_as_tensors(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """In JSON, as Python writes NaN."""
+    words = {"O": "BYTES", "i8": "INT64", "i4": "INT32", "f8": "FP64"}
+    return [
+        {"name": n, "shape": v.shape, "datatype": words[v.dtype.str.lstrip("<|")], "data": v.tolist()}
+        for n, v in columns.items()
+    ]
+
+
+def test_what_rows_leave_out_comes_from_the_store(trained: Trained, tmp_path: Path) -> None:
+    preparation = trained.trained_on.preparation
+    assert preparation is not None
+    whole = rows(300).drop(["click"])
+    users = whole.column("user").to_pylist()
+    place = next(n for n, user in enumerate(users) if user is not None and users.count(user) == 1)
+    of_user = ["age", "seen", "tags"]
+    pq.write_table(whole.select(["user", *of_user]).slice(place, 1), tmp_path / "users.parquet")
+    (row,) = whole.slice(place, 1).to_pylist()
+    row["at"], row["day"] = row["at"].isoformat(), row["day"].isoformat()
+    lacking = {name: value for name, value in row.items() if name not in of_user}
+    manifest = manifest_of(trained) | {"outputs": [{"name": "score", "kind": "clicks"}]}
+
+    def score(dense: torch.Tensor, sides: list[Any], between: object = None) -> torch.Tensor:
+        return dense.sum(1) + sum(side.ids.sum() for side in sides)
+
+    server = Server(score, manifest, "m", ServeConfig(), preparation=preparation)
+    source = ParquetSource(tmp_path / "users.parquet", "user")
+    server.fill_from(FeatureStore(source, "user", 5.0, 60.0, 10))
+    with listening(server) as (port, _):
+        answers = [
+            ask(port, "POST", "/v2/models/m/infer", json.dumps({"rows": [own]}).encode())
+            for own in (row, lacking, lacking | {"user": 12345}, lacking | dict.fromkeys(of_user))
+        ]
+        metrics = ask(port, "GET", "/metrics")[1].decode()
+    assert [status for status, _ in answers] == [200] * 4
+    told = [json.loads(said) for _, said in answers]
+    scores = [own["outputs"][0]["data"] for own in told]
+    assert scores[1] == scores[0]
+    assert scores[3] != scores[0], "what the request says counts, also that it is missing"
+    assert [own.get("parameters") for own in told] == [None, None, {"features_lacking": 1}, None]
+    assert "recpipe_store_cached 2.0" in metrics
 
 
 @pytest.mark.soak
