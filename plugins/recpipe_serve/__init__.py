@@ -20,6 +20,12 @@ SERVE = Command(
     "a package behind HTTP, by the open inference protocol",
 )
 
+DEPLOY = Command(
+    "recpipe_serve.deploy.command:deploy_command",
+    "PACKAGE DIRECTORY for=triton|kserve",
+    "a package, laid out for another server",
+)
+
 NAMES = {
     "ALIGNMENT": "recpipe.answers.score:ALIGNMENT",
     "AnswerServer": "recpipe_serve.answer_server:AnswerServer",

@@ -1,0 +1,1 @@
+"""A package laid out for other servers: ``recpipe deploy PACKAGE DIRECTORY for=triton``."""
