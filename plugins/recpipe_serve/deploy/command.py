@@ -34,7 +34,7 @@ class DeployConfig:
 
 
 def deploy_command(words: Sequence[str]) -> int:
-    """``recpipe deploy PACKAGE DIRECTORY for=triton|kserve [name=...] [threads=1]``."""
+    """``recpipe deploy PACKAGE DIRECTORY for=triton|kserve|onnx [name=...] [threads=1]``."""
     if len(words) < 2:
         raise UserError("say recpipe deploy PACKAGE DIRECTORY for=triton")
     package, into = (Path(word).expanduser() for word in words[:2])

@@ -98,7 +98,15 @@ def _memory(package: Path) -> str:
     return f"{1024 + 2 * total // 2**20}Mi"
 
 
+def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, threads: int) -> None:
+    """The dense part as ONNX; see ``onnx_part``."""
+    from recpipe_serve.deploy import onnx_part  # torch's exporter comes with it
+
+    onnx_part.onnx(package, manifest, into, name, threads)
+
+
 LAYOUTS: Mapping[str, Callable[[Path, Mapping[str, Any], Path, str, int], None]] = {
     "triton": triton,
     "kserve": kserve,
+    "onnx": onnx,
 }

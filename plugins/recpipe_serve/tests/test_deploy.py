@@ -183,7 +183,7 @@ def test_a_package_is_laid_out_once(package: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "say recpipe deploy PACKAGE DIRECTORY for=triton"),
-        (["for=tritn"], "for=tritn: a package is laid out for triton, kserve"),
+        (["for=tritn"], "for=tritn: a package is laid out for triton, kserve, onnx"),
         ([""], "for=None"),
         (["for=triton", "nam=x"], "recpipe deploy has no nam; it has for, name, threads"),
         (["for=triton", "name=a/b"], "name=a/b is no name of a model"),
