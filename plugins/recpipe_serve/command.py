@@ -38,9 +38,8 @@ def serve_command(words: Sequence[str]) -> int:
     if config.grpc_port is not None:
         lacking = [name for name in NEEDED_BY_GRPC if find_spec(name) is None]
         if lacking:
-            raise UserError(
-                f"grpc_port= needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
-            )
+            install = "pip install 'recpipe[serve,grpc]'"
+            raise UserError(f"grpc_port= needs {', '.join(lacking)}, not installed here: {install}")
     if config.traces and (find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None):
         raise UserError(
             "traces=true needs opentelemetry-sdk, not installed here: pip install 'recpipe[serve,otel]'"
@@ -151,8 +150,8 @@ def _require_alone(config: ServeConfig, plugin: object) -> None:
     wrong = next((word for word, value in given.items() if value), None)
     if wrong is not None:
         raise UserError(
-            f"{wrong}= is of one package, and this is a repository of several: serve that package by itself, or "
-            f"leave out {wrong}="
+            f"{wrong}= is of one package, and this is a repository of several: serve that package by itself, "
+            f"or leave out {wrong}="
         )
 
 

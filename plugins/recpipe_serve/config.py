@@ -107,8 +107,8 @@ class ServeConfig:
     traces: bool = False
     """Whether each request is exported as a span of OpenTelemetry, as its environment variables say."""
     store: Text | None = None
-    """Where values of features are that raw rows leave out: the address of a Redis server (``redis://...``), or
-    a parquet file. None: rows have all of them."""
+    """Where values of features are that raw rows leave out: the address of a Redis server
+    (``redis://...``), or a parquet file. None: rows have all of them."""
     store_key: Text = "user"
     """The column by whose value they are found."""
     store_prefix: str = "user:"

@@ -33,8 +33,8 @@ class AccessLog:
             self._reopen()
         except OSError as fault:
             raise UserError(
-                f"access_log={shown(place)} cannot be written: {fault.strerror}; name a file in a directory that "
-                "is there"
+                f"access_log={shown(place)} cannot be written: {fault.strerror}; name a file in a "
+                "directory that is there"
             ) from fault
 
     def saw(self, record: Record) -> None:

@@ -22,8 +22,8 @@ NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
 def input_names(lookups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """``dense`` FP32 [B, D], and of each lookup in the manifest's order ``pooled_I`` FP32 [B, W]; where rows are
-    not pooled ``rows_I`` FP32 [N, D] and ``lengths_I`` INT64 [B]."""
+    """``dense`` FP32 [B, D], and of each lookup in the manifest's order ``pooled_I`` FP32 [B, W]; where rows
+    are not pooled ``rows_I`` FP32 [N, D] and ``lengths_I`` INT64 [B]."""
     names = ["dense"]
     for place, lookup in enumerate(lookups):
         bags = lookup["pooling"] != "none"
@@ -36,7 +36,9 @@ def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, thre
     ``UserError`` if it does not export, or if its scores of the golden batch are off."""
     lacking = [module for module in NEEDED if find_spec(module) is None]
     if lacking:
-        raise UserError(f"for=onnx needs {', '.join(lacking)}, not installed here: pip install 'recpipe[onnx]'")
+        raise UserError(
+            f"for=onnx needs {', '.join(lacking)}, not installed here: pip install 'recpipe[onnx]'"
+        )
     program = next((own for own in of_package(package).programs if not own.low), None)
     if program is None:
         raise UserError(f"{package} has its dense part in low precision alone: package it with dense=float32")
@@ -49,7 +51,9 @@ def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, thre
     except Exception as fault:
         shutil.rmtree(into)
         reason = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        raise UserError(f"{package}: its dense part does not export to ONNX ({shown(reason, 200)})") from fault
+        raise UserError(
+            f"{package}: its dense part does not export to ONNX ({shown(reason, 200)})"
+        ) from fault
     assert made is not None
     made.save(str(into / FILE))
     apart = difference(package, into / FILE, names, program.golden)
@@ -69,7 +73,8 @@ def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, thre
 
 
 def difference(package: Path, file: Path, names: Sequence[str], scores: str) -> float:
-    """By how much the golden batch's scores by ONNX Runtime are off those that the package has as ``scores``."""
+    """By how much the golden batch's scores by ONNX Runtime are off those that the package has, by the name
+    ``scores``."""
     import onnxruntime
 
     scorer, golden = Scorer(package), tensors(package / GOLDEN)

@@ -1,4 +1,4 @@
-"""Scores a recpipe package behind Triton's Python backend. Needs torch and fbgemm_gpu in the backend's Python.
+"""Scores a recpipe package behind Triton's Python backend, whose Python needs torch and fbgemm_gpu.
 
 Inputs: ``dense`` FP32 [N, D]; each sparse feature by its name INT64, one id for each sample [N], or a flat
 vector with ``NAME.lengths`` INT64 [N]; where ids have weights, ``NAME.weights`` FP32. A tensor for one sample
@@ -34,7 +34,7 @@ class TritonPythonModel:
         self.weighted = any(lookup.get("weighted") for lookup in manifest["lookups"])
 
     def execute(self, requests: "list[Any]") -> "list[Any]":
-        """Answer each request by itself: one's fault is not another's, and its bits are those it has alone."""
+        """Answer each request by itself: its bits are those it has alone, its fault is not another's."""
         answers = []
         for request in requests:
             given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -77,5 +77,5 @@ class TritonPythonModel:
             own = [given.get(f"{name}.weights", ones[name]) for name in self.sparse]
             tiled = [np.tile(one, repeats[name]) for one, name in zip(own, self.sparse, strict=True)]
             arguments.append(np.concatenate(tiled).astype(np.float32))
-        made = [torch.from_numpy(np.ascontiguousarray(one)) for one in (dense, *arguments)]
+        made = [torch.from_numpy(np.array(one)) for one in (dense, *arguments)]
         return self.scorer(*made).numpy()

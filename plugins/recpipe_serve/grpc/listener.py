@@ -43,9 +43,9 @@ def at(host: str, port: int) -> str:
 async def answering(
     service: InferenceService, address: str, most_bytes: int, stop_seconds: float = 10.0
 ) -> AsyncIterator[None]:
-    """In the block calls that come to ``address`` (a ``reserved_port``) are answered by ``service``, in the running event
-    loop; messages have at most ``most_bytes``. Those it has are answered at the end, for at most
-    ``stop_seconds``."""
+    """In the block calls that come to ``address`` (a ``reserved_port``) are answered by ``service``, in the
+    running event loop; messages have at most ``most_bytes``. Those it has are answered at the end, for at
+    most ``stop_seconds``."""
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),

@@ -100,8 +100,8 @@ def write_response(model: str, version: str, ident: str | None, outputs: Outputs
 
 
 def read_tensors(tensors: Any, raw: Any, what: str, textual: bool = False) -> dict[str, Array]:
-    """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none. ``textual``: some
-    may be texts, which are arrays of objects then."""
+    """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none. ``textual``:
+    some may be texts, which are arrays of objects then."""
     if raw and len(raw) != len(tensors):
         raise bad(f"there are {len(tensors)} {what}s, and the bytes of {len(raw)}")
     found: dict[str, Array] = {}

@@ -37,8 +37,8 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service over ``models``; ``observers`` are told of each request for outputs. What it does not have (shared memory, settings of traces and logs, streams)
-    is UNIMPLEMENTED."""
+    """The service over ``models``; ``observers`` are told of each request for outputs. What it does not have
+    (shared memory, settings of traces and logs, streams) is UNIMPLEMENTED."""
 
     def __init__(self, models: ServedModels[Any], observers: Sequence[Observer] = ()) -> None:
         self.models, self.observers = models, observers

@@ -166,7 +166,9 @@ class Server(HttpModel):
     def addresses(self) -> dict[bytes, Infer]:
         """The paths to which requests for scores are posted."""
         own = f"/v2/models/{self.name}"
-        return {path.encode(): self.infer for path in (f"{own}/infer", f"{own}/versions/{self.version}/infer")}
+        return {
+            path.encode(): self.infer for path in (f"{own}/infer", f"{own}/versions/{self.version}/infer")
+        }
 
     def listener(self, acceptor: Acceptor, stop: float = 10.0) -> Listener:
         """What serves it on the connections of ``acceptor``; ``stop``: seconds for the last requests."""
@@ -234,10 +236,15 @@ class Server(HttpModel):
 
     def endpoint(self, what: str) -> Endpoint:
         """What answers its own address of this word."""
-        own = {"labels": self._labels, "learn": self._learn, "retrieve": self._retrieve}
-        own |= {"monitor": self._monitor, "deltas": self._deltas, "routes": self._routes}
-        found: Endpoint = own[what]
-        return found
+        own: dict[str, Endpoint] = {
+            "labels": self._labels,
+            "learn": self._learn,
+            "retrieve": self._retrieve,
+            "monitor": self._monitor,
+            "deltas": self._deltas,
+            "routes": self._routes,
+        }
+        return own[what]
 
     async def _routes(self, _: Request) -> Response:
         if self.routes is None:
@@ -334,7 +341,7 @@ class Server(HttpModel):
 
     async def answer(self, request: InferenceRequest) -> Outputs:
         """The scores of a request that did not come by HTTP."""
-        names, told = self._names(request), {}
+        names, told = self._names(request), dict[str, Any]()
         if request.rows:
             rows, told = await self._filled(request)
             inputs = self.heads.encoded(rows)

@@ -65,6 +65,7 @@ def _taken(accepts: bytes) -> str | None:
     for one in accepts.decode("latin-1").lower().split(","):
         word, _, rest = one.partition(";")
         weight = rest.strip().removeprefix("q=").strip()
-        if word.strip() in ("gzip", "deflate") and weight.rstrip("0") not in ("0", "0."):
+        refused = weight and not weight.strip("0.")  # q=0
+        if word.strip() in ("gzip", "deflate") and not refused:
             return word.strip()
     return None

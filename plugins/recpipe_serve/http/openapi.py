@@ -54,7 +54,7 @@ def described(models: Sequence[ServedModel]) -> Schema:
         "info": {
             "title": "recpipe",
             "version": installed_version("recpipe") or "0",
-            "description": "The open inference protocol (KServe v2), and what Triton and recpipe have beside it.",
+            "description": "The open inference protocol (KServe v2), and what Triton and recpipe add to it.",
         },
         "paths": paths,
         "components": {
@@ -132,7 +132,9 @@ def _operation(says: str, kind: str, path: str, requests: Sequence[str] = ()) ->
     elif kind == "text":
         done["content"] = {"text/plain": {"schema": TEXT}}
     elif kind != "nothing":
-        done["content"] = {JSON: {"schema": OBJECT if kind == "object" else {"type": "array", "items": OBJECT}}}
+        done["content"] = {
+            JSON: {"schema": OBJECT if kind == "object" else {"type": "array", "items": OBJECT}}
+        }
     found["responses"]["200"] = done
     return found
 

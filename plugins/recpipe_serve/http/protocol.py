@@ -182,9 +182,7 @@ def texts(data: bytes | memoryview, count: int, what: str) -> Array:
     return made
 
 
-def _inputs(
-    inputs: object, data: memoryview, raw: bool = False
-) -> tuple[dict[str, Array], dict[str, int]]:
+def _inputs(inputs: object, data: memoryview, raw: bool = False) -> tuple[dict[str, Array], dict[str, int]]:
     """The values of each input, and the first byte of those in binary; of ``raw`` ones some may be texts."""
     if not isinstance(inputs, list) or not inputs:
         raise bad("inputs is no list of tensors")

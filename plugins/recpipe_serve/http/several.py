@@ -19,8 +19,8 @@ OF_DOOR = ("recpipe_connections", "recpipe_connections_closed")
 def together(
     door: DoorMetrics, models: Mapping[tuple[str, str], Metrics], routes: Iterable[Mapping[str, Any]]
 ) -> bytes:
-    """All figures in Prometheus' text format: of the server, of its ``models`` by name and version, and of the
-    shadows that ``routes`` tell of."""
+    """All figures in Prometheus' text format: of the server, of its ``models`` by name and version, and of
+    the shadows that ``routes`` tell of."""
     registry = CollectorRegistry()
     registry.register(_Together(door, models, list(routes)))
     return generate_latest(registry)

@@ -82,9 +82,11 @@ def read_model(directory: Path, name: str) -> ModelFolder:
 
 def _folders(directory: Path) -> list[Path]:
     hidden = (".", "_")
-    return sorted(own for own in directory.iterdir() if own.is_dir() and not own.name.startswith(hidden)) if (
-        directory.is_dir()
-    ) else []
+    return (
+        sorted(own for own in directory.iterdir() if own.is_dir() and not own.name.startswith(hidden))
+        if (directory.is_dir())
+        else []
+    )
 
 
 def _versions(folder: Path) -> dict[int, Path]:
@@ -92,7 +94,12 @@ def _versions(folder: Path) -> dict[int, Path]:
     found = {}
     for own in _folders(folder):
         number = own.name
-        if number.isascii() and number.isdecimal() and not number.startswith("0") and (own / MANIFEST).exists():
+        if (
+            number.isascii()
+            and number.isdecimal()
+            and not number.startswith("0")
+            and (own / MANIFEST).exists()
+        ):
             found[int(number)] = own
     return dict(sorted(found.items()))
 
@@ -108,7 +115,9 @@ def _routes(file: Path, versions: Mapping[int, Path]) -> Routes:
     known = [own.name for own in fields(Routes)]
     if not isinstance(values, dict) or any(key not in known for key in values):
         wrong = next((key for key in values if key not in known), "") if isinstance(values, dict) else ""
-        raise UserError(f"{file}: it has {', '.join(known)}, not '{shown(wrong)}'.{did_you_mean(wrong, known)}")
+        raise UserError(
+            f"{file}: it has {', '.join(known)}, not '{shown(wrong)}'.{did_you_mean(wrong, known)}"
+        )
     if values.get("version", LATEST) == LATEST:
         values["version"] = latest
     for key in ("canary", "shadow"):

@@ -158,7 +158,7 @@ class Repository(ServedModels[Server]):
             there = {}
         served = {name: own.packages.keys() for name, own in self._groups.items()}
         for name in sorted({*there, *served}):
-            own = served.get(name, set())
+            own = set(served.get(name, ()))
             for number in sorted({*(there[name].versions if name in there else ()), *own}):
                 ready = number in own
                 why = "" if ready else "unloaded" if name in self._unloaded else "no route leads to it"

@@ -31,8 +31,8 @@ class Filled(NamedTuple):
 class FeatureStore:
     """``source`` asked for what rows leave out, by their column ``key``.
 
-    ``seconds``: how long a request waits for it; what comes later is for the next ones. ``fresh``: seconds that
-    an answer is kept, of at most ``most`` keys. Keys that it does not have are kept as well.
+    ``seconds``: how long a request waits for it; what comes later is for the next ones. ``fresh``: seconds
+    that an answer is kept, of at most ``most`` keys. Keys that it does not have are kept as well.
     """
 
     source: FeatureSource
@@ -54,7 +54,11 @@ class FeatureStore:
         """``rows`` with all of these ``columns``: what a row has itself, what the store has of its key, and
         None, which is a missing value. ``Refused`` for a key that is none."""
         base = dict.fromkeys(columns)
-        keys = list(dict.fromkeys(row[self.key] for row in rows if row.get(self.key) is not None and _is(row[self.key])))
+        keys = list(
+            dict.fromkeys(
+                row[self.key] for row in rows if row.get(self.key) is not None and _is(row[self.key])
+            )
+        )
         found = await self._get(keys)
         made = []
         for row in rows:
@@ -94,7 +98,9 @@ class FeatureStore:
                 self._kept.pop(key, None)
             if monotonic() > self._said + QUIET:
                 self._said = monotonic()
-                log.warning("the feature store does not answer, so that defaults stand for its values: %s", fault)
+                log.warning(
+                    "the feature store does not answer, so that defaults stand for its values: %s", fault
+                )
             return
         finally:
             for key in keys:

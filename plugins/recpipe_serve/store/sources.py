@@ -61,7 +61,9 @@ class RedisSource(FeatureSource):
             texts = await self._client.mget([f"{self._prefix}{key}" for key in keys])
         except self._faults as fault:
             raise StoreFault(str(fault)) from fault
-        return [None if text is None else self._read(key, text) for key, text in zip(keys, texts, strict=True)]
+        return [
+            None if text is None else self._read(key, text) for key, text in zip(keys, texts, strict=True)
+        ]
 
     def _read(self, key: Key, text: bytes) -> Values:
         try:
@@ -78,8 +80,8 @@ class RedisSource(FeatureSource):
 
 
 class ParquetSource(FeatureSource):
-    """A row for each key in the file ``path``, by its column ``key``, all in memory. A file that is replaced is
-    read anew. ``UserError`` if it cannot be used at first."""
+    """A row for each key in the file ``path``, by its column ``key``, all in memory. A file that is replaced
+    is read anew. ``UserError`` if it cannot be used at first."""
 
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import Any
 
 import uvloop
-
 from recpipe_serve.access.record import Observer
 from recpipe_serve.http.acceptor import Acceptor
 
@@ -21,8 +20,9 @@ def listening(
     around: AbstractAsyncContextManager[None] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Iterator[tuple[int, Any]]:
-    """In the block ``server`` (a ``Server``, or a ``Repository``) answers on a free port, which is given with what runs it; ``around``: what else
-    answers meanwhile in its event loop; ``observers``: are told of requests."""
+    """In the block ``server`` (a ``Server``, or a ``Repository``) answers on a free port, which is given with
+    what runs it; ``around``: what else answers meanwhile in its event loop; ``observers``: are told of
+    requests."""
     accepting = socket.create_server(("127.0.0.1", 0))
     runner = server.listener(Acceptor(server.config, server.metrics, observers=observers), stop=5)
 

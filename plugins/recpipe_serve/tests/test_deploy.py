@@ -1,5 +1,5 @@
-"""Packages laid out for other servers: Triton's configuration by its own messages, and its model by a stand-in for
-what the backend imports."""
+"""Packages laid out for other servers: Triton's configuration by its own messages, and its model by a
+stand-in for what the backend imports."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def request(**tensors: Any) -> Any:
-    return SimpleNamespace(inputs=lambda: [Tensor(name.replace("__", "."), own) for name, own in tensors.items()])
+    return SimpleNamespace(
+        inputs=lambda: [Tensor(name.replace("__", "."), own) for name, own in tensors.items()]
+    )
 
 
 def test_the_model_answers_each_request_with_its_own_scores_or_fault(model: Any) -> None:
@@ -169,7 +171,11 @@ def test_a_package_is_laid_out_once(package: Path, tmp_path: Path) -> None:
     deploy(package, tmp_path / "kserve", "kserve", DeployConfig(threads=2))
     told = yaml.safe_load((tmp_path / "kserve" / "inferenceservice.yaml").read_text())
     (container,) = told["spec"]["predictor"]["containers"]
-    assert (told["kind"], told["metadata"]["name"], container["name"]) == ("InferenceService", "ctr", "kserve-container")
+    assert (told["kind"], told["metadata"]["name"], container["name"]) == (
+        "InferenceService",
+        "ctr",
+        "kserve-container",
+    )
     assert container["args"][:2] == ["serve", "/mnt/models"]
     assert container["resources"]["limits"]["memory"] == "1026Mi"
     from recpipe_serve.config import serve_config

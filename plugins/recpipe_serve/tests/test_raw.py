@@ -348,7 +348,9 @@ def test_tensors_by_column_are_rows_over_both_protocols(trained: Trained, heads:
     make = triton.InferenceServerClient.generate_request_body
     whole, length = make(inputs(triton), parameters={"raw": True})
     plain = json.dumps({"parameters": {"raw": True}, "inputs": rows_as_tensors(columns)}).encode()
-    message = rpc._utils._get_inference_request("m", inputs(rpc), "", "", None, 0, False, False, 0, None, {"raw": True})
+    message = rpc._utils._get_inference_request(
+        "m", inputs(rpc), "", "", None, 0, False, False, 0, None, {"raw": True}
+    )
     for found in (
         heads.read(whole, str(length))[1],
         heads.read(plain, None)[1],

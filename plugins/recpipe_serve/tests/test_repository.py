@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -66,7 +67,7 @@ def put(repository: Path, name: str, version: int, **more: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(MANIFEST | more)
     (folder / "manifest.json").write_text(content)
-    (folder / "manifest.sha256").write_text(f"{abs(hash(content)):064x}"[-64:])
+    (folder / "manifest.sha256").write_text(hashlib.sha256(content.encode()).hexdigest())
 
 
 @contextmanager

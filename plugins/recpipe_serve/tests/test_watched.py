@@ -1,4 +1,4 @@
-"""What operators see and set of a server: OpenAPI, the access log, traces, priorities, and load that is shed."""
+"""What operators see and set of a server: OpenAPI, access log, traces, priorities, and load that is shed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_openapi_has_every_address_and_what_the_model_takes() -> None:
         place = told
         for part in reference.removeprefix("#/").split("/"):
             place = place[part]
-    (request,) = (own for name, own in told["components"]["schemas"].items() if name.startswith("InferRequest"))
+    (request,) = (
+        own for name, own in told["components"]["schemas"].items() if name.startswith("InferRequest")
+    )
     kinds = request["properties"]["inputs"]["items"]["anyOf"]
     assert [own["properties"]["name"].get("const") for own in kinds[:3]] == ["dense", "a", "b"]
     assert kinds[0]["properties"]["shape"]["prefixItems"] == [{"type": "integer", "minimum": 0}, {"const": 2}]
@@ -218,6 +220,7 @@ def test_the_pace_is_a_line_through_batches_and_never_too_much_where_all_were_al
     for _ in range(20):
         pace.saw(8, 0.02)
     assert pace.expected(64, 16) == pytest.approx(4 * 0.02)
+    pace = Pace()
     for samples in (1, 4, 64, 16, 256) * 20:
         pace.saw(samples, 0.001 + 1e-5 * samples)
     assert pace.expected(1024, 256) == pytest.approx(4 * 0.001 + 1e-5 * 1024, rel=0.01)

@@ -171,8 +171,8 @@ class ServedPackage:
         config, preparation = self.config, self.loaded.preparation
         if preparation is None or preparation.features is None:
             raise UserError(
-                f"store= fills raw values, and {self.directory} does not say how these are encoded: package a "
-                "model that was trained with data from files"
+                f"store= fills raw values, and {self.directory} does not say how these are encoded: package "
+                "a model that was trained with data from files"
             )
         if config.store_key not in preparation.features.inputs:
             raise UserError(
