@@ -18,6 +18,7 @@ from recpipe_answer_cache.command import ReplayOptions
 from recpipe_deeprecsys.config import BenchOptions
 from recpipe_low_precision.command import QuantizeOptions
 from recpipe_retrieval.command import IndexOptions, RetrieveOptions
+from recpipe_scale_out.config import CutConfig, of_words
 
 import recpipe
 import recpipe.kit
@@ -268,6 +269,9 @@ def test_commands_compose(arguments: list[str]) -> None:
     if arguments[0] == "bench-serve":
         _, overrides, _ = parted(arguments[2:], BenchOptions, "bench-serve")
         compose([f"experiment={arguments[1]}"] * (not arguments[1].endswith(".recpipe")) + overrides)
+        return
+    if arguments[0] == "shard":
+        of_words(CutConfig, arguments[3:], "shard")
         return
     if arguments[0] == "serve":
         mine, _ = of_plugins(arguments[2:])

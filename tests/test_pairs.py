@@ -30,7 +30,7 @@ BESIDE = ("quantize",)
 """Stand beside any of these that has cold rows: see their own tests."""
 FINISHED = ("answer_cache", "low_precision", "sdm")
 """Have no part in training."""
-NO_PLUGINS = ("deeprecsys", "lambda_learner", "mlperf", "perf_model", "retrieval", "serve")
+NO_PLUGINS = ("deeprecsys", "lambda_learner", "mlperf", "perf_model", "retrieval", "scale_out", "serve")
 """Packages of commands and tasks."""
 WORKING = [
     ("bagpipe", "slipstream"),

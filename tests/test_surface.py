@@ -167,6 +167,7 @@ ROOMS = {
         *("pipeline", "plugin", "profiling", "report", "private_api", "setup", "tables", "tasks", "training"),
     ),
     "recpipe_retrieval": ("answers", "commands", "common", "data", "errors", "model", "tables", "tasks"),
+    "recpipe_scale_out": ("answers", "commands", "common", "errors", "private_api", "tasks"),
     "recpipe_serve": ("answers", "common", "data", "model", "tasks", "commands", "errors"),
 }
 """Rooms of core that the packages which belong to it may enter beside the public modules."""

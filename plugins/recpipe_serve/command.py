@@ -33,13 +33,16 @@ def serve_command(words: Sequence[str]) -> int:
         raise UserError(
             f"serving needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve]'"
         )
+    if (Path(words[0]).expanduser() / "shard.json").is_file():
+        require_grpc("a shard")
+        served: int = imported_from("recpipe_scale_out.serving:serve_shard")(Path(words[0]), words[1:])
+        return served
     mine, others = of_plugins(words[1:])
     config = serve_config(others)
+    if config.shards is not None:
+        require_grpc("shards=")
     if config.grpc_port is not None:
-        lacking = [name for name in NEEDED_BY_GRPC if find_spec(name) is None]
-        if lacking:
-            install = "pip install 'recpipe[serve,grpc]'"
-            raise UserError(f"grpc_port= needs {', '.join(lacking)}, not installed here: {install}")
+        require_grpc("grpc_port=")
     if config.traces and (find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None):
         raise UserError(
             "traces=true needs opentelemetry-sdk, not installed here: pip install 'recpipe[serve,otel]'"
@@ -50,6 +53,9 @@ def serve_command(words: Sequence[str]) -> int:
     if is_repository(Path(words[0]).expanduser()):
         _require_alone(config, mine)
     rows, answers = the_plugins(mine, (RowServer, AnswerServer), "serve", "sdm") if mine else (None, None)
+    if config.shards is not None and (rows is not None or config.follow is not None):
+        what = "follow=" if rows is None else "a plugin that keeps rows"
+        raise UserError(f"shards= and {what}: the shards have the rows; leave one of the two out")
     if rows is not None and config.follow is not None:
         raise UserError(
             "follow= and a plugin that keeps rows: its rows have one version at a time, and would be mixed; "
@@ -63,6 +69,15 @@ def serve_command(words: Sequence[str]) -> int:
                 config = tuned(Path(words[0]).expanduser(), config.tune, config)
         serve(Path(words[0]), config, rows, answers)
     return 0
+
+
+def require_grpc(what: str) -> None:
+    """``UserError`` unless gRPC is installed, by which ``what`` is served."""
+    lacking = [name for name in NEEDED_BY_GRPC if find_spec(name) is None]
+    if lacking:
+        raise UserError(
+            f"{what} needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
+        )
 
 
 def tuned(directory: Path, wanted: str, config: ServeConfig) -> ServeConfig:
@@ -142,6 +157,7 @@ def _require_alone(config: ServeConfig, plugin: object) -> None:
     given = {
         "name": config.name,
         "workers": config.workers > 1,
+        "shards": config.shards,
         "follow": config.follow,
         "learn": config.learn,
         "tune": config.tune,

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recpipe.common.validation import FilePath, Positive, Text, typed
+from recpipe.common.validation import FilePath, Positive, Text, one_of, typed
 from recpipe.errors import UserError, did_you_mean, shown
 
 Seconds = Annotated[float, Interval(ge=0, le=3600)]
@@ -75,6 +75,20 @@ class ServeConfig:
     served. ``workers`` above 1 is the most of them. None: they are as they are said."""
     trust: FilePath | None = None
     """A public Ed25519 key, as a PEM file: packages are refused unless its owner has signed them."""
+    shards: Text | None = None
+    """Addresses of the shards that hold the package's tables, ``HOST:PORT,HOST:PORT``, in their order;
+    replicas of a shard are separated by ``|``. None: the package has its tables."""
+    shards_ms: Annotated[float, Gt(0)] = 500.0
+    """Milliseconds in which all shards have to answer a batch."""
+    shards_hedge_ms: Annotated[float, Gt(0)] | None = None
+    """Milliseconds without an answer after which another replica is asked, too; None: only after an error."""
+    shards_lost: Annotated[str, one_of("error", "default_row")] = "error"
+    """What a request gets that needs rows of a shard which does not answer: 503, or scores in which the mean
+    row of their table stands for each of them, and which say so."""
+    shards_wait: Seconds = 30.0
+    """Seconds that a starting server waits for its shards."""
+    shards_wire: Annotated[str, one_of("FP32", "FP16")] = "FP32"
+    """The type in which sums of rows are sent."""
     follow: FilePath | None = None
     """A directory of deltas, which are taken as they come; None: none are."""
     poll_seconds: Annotated[float, Interval(ge=0.01, le=3600)] = 0.5

@@ -16,6 +16,8 @@ class RowServer(ABC):
     in training: its ``contribute`` should refuse with a ``PluginError`` that says so."""
 
     recpipe_command = "serve"
+    sharded = False
+    """Whether it serves packages whose tables are held by shards, and no others."""
 
     @abstractmethod
     def scorer(self, package: Path) -> Scorer:

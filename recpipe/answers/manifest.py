@@ -29,6 +29,7 @@ from recpipe.answers.score import (
     TYPES,
     WITH_EFFECTS,
     WITH_MAPS,
+    WITH_SHARDS,
     PackageError,
     sealed,
 )
@@ -44,16 +45,19 @@ if TYPE_CHECKING:
 FORMAT = "recpipe package"
 RETRIEVAL = "retrieval"
 """Of the manifest of a package that finds candidates."""
+SHARDS = "shards"
+"""Of the manifest of a package whose tables are held by shards."""
 PrivateKey: TypeAlias = "Ed25519PrivateKey"
 LARGEST_KEY = 1 << 16
 """Bytes of a key's file that are read."""
 
 
-def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
+def read_manifest(directory: Path, trust: Path | None = None, sharded: bool = False) -> dict[str, Any]:
     """The manifest of the package ``directory``, read as a recipe is. Nothing of the package has run then,
     and its other files have not been read.
 
-    ``trust``: the public key that must have signed it. ``UserError`` names what is missing or wrong.
+    ``trust``: the public key that must have signed it. ``sharded``: its tables may be held by shards.
+    ``UserError`` names what is missing or wrong.
     """
     file = directory / MANIFEST
     try:
@@ -65,6 +69,11 @@ def read_manifest(directory: Path, trust: Path | None = None) -> dict[str, Any]:
     except OSError as fault:
         raise UserError(f"cannot read {fault.filename or file}: {fault.strerror}") from fault
     content: Content = fitted(Content, manifest, str(file))
+    if SHARDS in content and not sharded:
+        raise UserError(
+            f"{directory} is the dense part of a package whose tables are held by shards: serve it with "
+            "shards=HOST:PORT,..., and give other commands the package that was cut"
+        )
     features = [feature["name"] for feature in content["sparse"]]
     outputs = [output["name"] for output in content["outputs"]]
     tables, reference = content["tables"], content.get("reference")
@@ -114,6 +123,7 @@ def write_manifest(
             digests[str(file.relative_to(directory))] = hashlib.file_digest(stream, "sha256").hexdigest()
     schema = WITH_MAPS if "maps" in content else SCHEMA
     schema = WITH_EFFECTS if "effects" in content else schema
+    schema = WITH_SHARDS if SHARDS in content else schema
     manifest = {"format": FORMAT, "schema": schema, **content, "files": digests}
     text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
     (directory / MANIFEST).write_bytes(text)
@@ -227,7 +237,7 @@ class _Table(TypedDict):
     rows: Positive
     dimension: Positive
     type: Annotated[str, one_of(*TYPES)]
-    file: str
+    file: NotRequired[str]
 
 
 class _Output(TypedDict):
@@ -285,6 +295,13 @@ class _Effect(TypedDict):
     file: str
 
 
+class _Shards(TypedDict):
+    version: str
+    models: list[str]
+    parts: dict[str, list[tuple[Count, Count, Positive]]]
+    default_rows: str
+
+
 class _Popularity(TypedDict):
     file: str
     samples: Count
@@ -329,7 +346,7 @@ class Content(TypedDict):
     """What is read of manifest.json, with its types; other keys are for people."""
 
     format: Literal["recpipe package"]
-    schema: Literal[2, 3, 4]
+    schema: Literal[2, 3, 4, 5]
     step: Count
     versions: dict[str, str]
     dense: _Dense
@@ -349,3 +366,4 @@ class Content(TypedDict):
     encoding: NotRequired[str]
     retrieval: NotRequired[_Retrieval]
     effects: NotRequired[list[_Effect]]
+    shards: NotRequired[_Shards]

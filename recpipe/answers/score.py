@@ -33,6 +33,7 @@ BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int2": 2}  # of a weight
 SCALE_BYTES = 4  # of a row's scale and bias, in types of up to 8 bits
 HOST = 3  # FBGEMM's place of a table in memory
 SCHEMA, WITH_MAPS, WITH_EFFECTS = 2, 3, 4  # of manifest.json; 3: ids got rows as they came; 4: effects
+WITH_SHARDS = 5  # its tables are held by shards
 ALIGNMENT = 64  # of tables and inputs, in bytes
 MANIFEST, DIGEST, SIGNATURE = "manifest.json", "manifest.sha256", "manifest.sig"
 GOLDEN = "golden.safetensors"
@@ -306,6 +307,11 @@ class Tables:
         self, directory: Path, about: dict[str, Any], mapped: bool = False, writable: bool = False
     ) -> None:
         self.about = about
+        if any("file" not in table for table in about.values()):
+            raise PackageError(
+                f"{directory}: its tables are held by shards, which a server asks: recpipe serve {directory} "
+                "shards=HOST:PORT,..."
+            )
         found = {name: tensors(directory / table["file"]) for name, table in about.items()}
         self.places = {name: table["places"].clone() for name, table in found.items() if "places" in table}
         self.starts: dict[str, int] = {}
@@ -630,10 +636,10 @@ def sealed(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as fault:
         raise PackageError(f"{file} is no JSON text that can be read ({type(fault).__name__})") from fault
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema not in (SCHEMA, WITH_MAPS, WITH_EFFECTS):
+    if schema not in (SCHEMA, WITH_MAPS, WITH_EFFECTS, WITH_SHARDS):
         raise PackageError(
             f"{directory} is a package of schema {str(schema)[:20]}, and this loader reads {SCHEMA} to "
-            f"{WITH_EFFECTS}: package the checkpoint anew"
+            f"{WITH_SHARDS}: package the checkpoint anew"
         )
     found: dict[str, Any] = manifest
     return found
@@ -669,6 +675,8 @@ def check_tables(directory: Path, manifest: dict[str, Any]) -> None:
     """``PackageError`` if lookups would read what is not there: the operators do not check."""
     tables, features = manifest["tables"], {about["name"]: about["rows"] for about in manifest["sparse"]}
     for name, table in tables.items():
+        if "file" not in table and manifest["schema"] == WITH_SHARDS:
+            continue  # the shards that hold its rows check them
         found = tensors(member(directory, manifest, table["file"]))
         rows, places = found["rows"], found.get("places")
         fits = rows.dtype == torch.uint8 and table["dimension"] > 0

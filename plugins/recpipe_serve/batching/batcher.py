@@ -261,7 +261,7 @@ class Batcher:
         for one in batch:
             start, end = end, end + one.samples
             one.done(scores[start:end])
-            if one.ticket is not None:
+            if one.ticket is not None and not one.lacking:
                 self._keep(one.ticket, scores[start:end])
             if self.scored is None or one.taught is not None:
                 continue
@@ -288,9 +288,11 @@ class Batcher:
             self.scored(sides_of(asked), np.concatenate(scores))
 
     def _failed(self, batch: list[Asked], fault: Exception) -> None:
-        """One's fault is not another's: each is scored again, by itself."""
-        if len(batch) == 1:
-            batch[0].done(fault)
+        """One's fault is not another's: each is scored again, by itself. What is the server's is all of
+        theirs."""
+        if len(batch) == 1 or (isinstance(fault, Refused) and fault.status == 503):
+            for one in batch:
+                one.done(fault)
             return
         for one in reversed(batch):
             one.alone, one.until = True, float("inf")
@@ -318,6 +320,10 @@ class Batcher:
         began = perf_counter()
         between = (self._read_ahead,) if ahead and self._ahead is not None else ()
         scores = score(found.dense, found.sides, *between).numpy()
+        lacking = getattr(score, "lacking", "")
+        if lacking:
+            for one in asked:
+                one.lacking = lacking
         correct = getattr(score, "correct", None)
         if correct is not None:
             scores = correct(asked, found.dense, scores)

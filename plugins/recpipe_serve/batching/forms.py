@@ -84,6 +84,8 @@ class Asked:
     """Its priority: those of lower numbers are scored first."""
     ticket: Any = field(default=None, repr=False)
     """By which what stands in front of the model knows it again (``AnswerServer``)."""
+    lacking: str = ""
+    """What other rows stood for those of, in its scores; mostly nothing."""
     alone: bool = False
     """Whether it is scored in a batch of its own, since one with others failed."""
     samples: int = field(init=False)

@@ -105,6 +105,11 @@ class RequestScorer:
         self._singles: dict[tuple[tuple[int, ...], ...], list[_Singles]] = {}
         self._next: _Calls | None = None
 
+    @property
+    def lacking(self) -> str:
+        """Without the rows of which shards the latest batch was scored, ``1,3``; mostly none."""
+        return ",".join(map(str, getattr(self.scorer, "lacking", ())))
+
     def __call__(
         self, dense: torch.Tensor, sides: Sequence[Side], between: Callable[[], None] | None = None
     ) -> torch.Tensor:

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("recpipe")
 VERSION = "1"
+LOST_SHARDS = "lost_shards"
+"""A parameter of responses: the shards of a cut package without whose rows it was scored."""
 LACKING = "features_lacking"
 """A parameter of responses: for how many keys defaults stand for the values of the feature store."""
 
@@ -334,9 +336,11 @@ class Server(HttpModel):
                     -scores[:, self.outputs.index(candidates.output(wanted.by))], kind="stable"
                 )
                 self.monitor.keep(wanted.id, scores[order[: wanted.k]])
-        told = {"model_name": self.name, "model_version": self.version}
+        told: dict[str, Any] = {"model_name": self.name, "model_version": self.version}
         if wanted.id is not None:
             told["id"] = wanted.id
+        if inputs is not None and inputs.lacking:
+            told["parameters"] = _said(inputs)
         return json.dumps(told | candidates.answer(wanted, places, similar, scores)).encode(), JSON
 
     async def answer(self, request: InferenceRequest) -> Outputs:
@@ -348,7 +352,7 @@ class Server(HttpModel):
         else:
             inputs = self.features.asked(request.inputs)
         scores = await self._scores(inputs, request.timeout, request.priority)
-        return Outputs(self._found(request, names, inputs, scores), told)
+        return Outputs(self._found(request, names, inputs, scores), told | _said(inputs))
 
     async def _scores(
         self, inputs: Asked, timeout: float | None = None, priority: int | None = None
@@ -418,6 +422,8 @@ class Server(HttpModel):
             return
         try:
             found = self._found(asked, names, inputs, scores)
+            if inputs.lacking:
+                asked = replace(asked, told={**asked.told, **_said(inputs)})
             answered = 200, *answer(asked, self.name, self.version, found)
         except Exception as fault:
             self._send(request, self._fault(fault))
@@ -473,6 +479,11 @@ class Server(HttpModel):
         self.count(answered[0], seconds)
         if self.metrics.several:  # a worker that is killed then has counted it
             request.respond(request, answered)
+
+
+def _said(inputs: Asked) -> dict[str, str]:
+    """What is said of the scores of a request."""
+    return {LOST_SHARDS: inputs.lacking} if inputs.lacking else {}
 
 
 def _settle(done: asyncio.Future[Array], found: Array | Exception) -> None:

@@ -82,7 +82,8 @@ def load(
                 f"{directory}: {fault.strerror}; make a package with 'recpipe package CHECKPOINT {directory}'"
             ) from fault
         try:
-            read_manifest(directory, None if trust is None else Path(trust))
+            sharded = rows is not None and rows.sharded
+            read_manifest(directory, None if trust is None else Path(trust), sharded)
             versions = None
             if follow is not None:
                 versions = Versions(directory, kept)
@@ -129,6 +130,8 @@ class ServedPackage:
         folder: Path | None = None,
         number: int = 0,
     ) -> None:
+        if config.shards is not None:
+            rows = imported_from("recpipe_scale_out.row_server:ShardedRows")(config)
         self.directory, self.config, self.rows, self.answers = directory, config, rows, answers
         self.several = folder is not None
         self.follow = None if config.follow is None else Path(config.follow).expanduser()
@@ -160,7 +163,7 @@ class ServedPackage:
             drained = self.server.batcher.drained
             self.follower = Follower(config, self.loaded.versions, kinds, self._use, drained)
             self.server.follow(self.follower)
-        if rows is not None:
+        if rows is not None and not self.several:
             self.server.metrics.show(rows.counted)
         if config.store is not None:
             self.server.fill_from(self._store(config.store))

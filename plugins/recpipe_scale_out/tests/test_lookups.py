@@ -1,0 +1,260 @@
+"""What shards find over real sockets, beside the lookups of the whole package."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recpipe.answers.score import Call, Lookup, Scorer
+from recpipe.errors import UserError
+
+pytest.importorskip("grpc", reason="recpipe[grpc] is not installed")
+pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed")
+
+from recpipe_scale_out import dense
+from recpipe_scale_out.calls import ShardCalls, addresses
+from recpipe_scale_out.cutting import copy_rows
+from recpipe_scale_out.dense import ShardedScorer
+from recpipe_scale_out.rows import Rows
+from recpipe_scale_out.tests.answering import (
+    ROWS,
+    cut,
+    halves,
+    light,
+    made_up,
+    own_lookups,
+    several_ids,
+    shards,
+    shared_ids,
+    whole_tables,
+)
+from recpipe_scale_out.wire import IDS, LENGTHS, LOOKUPS, Wanted, read_wanted, request_tensors
+from recpipe_serve.errors import Refused
+
+KINDS: list[Callable[[Sequence[Lookup], int, int], list[Call]]] = [several_ids, shared_ids]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("package")
+    return folder, made_up(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(package: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Cut into two shards with whole tables."""
+    return cut(*package, whole_tables(2), 2, tmp_path_factory.mktemp("whole") / "cut")
+
+
+@pytest.fixture(scope="module")
+def in_halves(package: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Cut into three shards with half a table each."""
+    return cut(*package, halves(3), 3, tmp_path_factory.mktemp("halves") / "cut")
+
+
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scorer, "__init__", light)
+
+
+@pytest.fixture
+def made(whole: list[Path]) -> Iterator[ShardedScorer]:
+    with shards(*whole[1:]) as (own, _):
+        yield ShardedScorer(whole[0], ShardCalls([[one] for one in own], 20.0, None), 20.0)
+
+
+def found(
+    kind: Callable[[Sequence[Lookup], int, int], list[Call]], mine: Sequence[Lookup], scorer: ShardedScorer
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Call]]:
+    """What the whole package finds, and what the shards do, of several batches."""
+    for seed, samples in enumerate((1, 7, 64)):
+        calls = kind(mine, samples, seed)
+        wanted = [call.lookup(*call[1:]) for call in calls]
+        yield from zip(wanted, scorer.pooled(kind(scorer.lookups, samples, seed)), calls, strict=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_tables_give_the_bits_of_one_server(kind, package, made: ShardedScorer) -> None:
+    for wanted, own, _ in found(kind, own_lookups(*package), made):
+        assert wanted.equal(own)
+    assert made.calls.counts.calls == 6, "each batch asks each shard once"
+    assert made.calls.counts.received_bytes > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_main_server_looks_up_what_stays_there(kind, package, tmp_path: Path) -> None:
+    """Tables t, v and r; the others are on the one shard."""
+    parts = {name: [(1 - own[0][0], *own[0][1:])] for name, own in whole_tables(2).items()}
+    main, first = cut(*package, parts, 1, tmp_path / "cut")
+    with shards(first) as (own, _):
+        scorer = ShardedScorer(main, ShardCalls([own], 20.0, None), 20.0)
+        assert scorer.own is not None
+        assert sorted(scorer.own.content["tables"]) == ["r", "t", "v"]
+        for wanted, pooled, _ in found(kind, own_lookups(*package), scorer):
+            assert wanted.equal(pooled)
+    assert scorer.calls.counts.calls == 3
+
+
+def test_rows_of_others_would_be_seen(package, made: ShardedScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: one id of each request is another one."""
+    tensors = request_tensors
+
+    def off_by_one(wanted: Sequence[Wanted]) -> dict[str, Any]:
+        sent = tensors(wanted)
+        sent[IDS] = sent[IDS].copy()
+        sent[IDS][-1] = (sent[IDS][-1] + 1) % 25
+        return sent
+
+    monkeypatch.setattr(dense, "request_tensors", off_by_one)
+    assert not all(w.equal(own) for w, own, _ in found(shared_ids, own_lookups(*package), made))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_cut_by_rows_differ_by_the_order_of_sums_alone(kind, package, in_halves: list[Path]) -> None:
+    with shards(*in_halves[1:]) as (own, _):
+        scorer = ShardedScorer(in_halves[0], ShardCalls([[one] for one in own], 20.0, None), 20.0)
+        for wanted, pooled, call in found(kind, own_lookups(*package), scorer):
+            torch.testing.assert_close(pooled, wanted, rtol=1e-6, atol=1e-6)
+            if kind is shared_ids or call.lookup.sequence:  # nothing is added up
+                assert pooled.equal(wanted)
+
+
+def test_fp16_on_the_wire_rounds_once(package, made: ShardedScorer) -> None:
+    made.wire = "FP16"
+    before = made.calls.counts.received_bytes
+    for wanted, own, _ in found(several_ids, own_lookups(*package), made):
+        assert own.equal(wanted.half().float())
+    assert made.calls.counts.received_bytes - before > 0
+
+
+def test_a_lost_shard_is_an_error_or_its_rows_are_the_mean_one(package, whole: list[Path]) -> None:
+    with shards(*whole[1:]) as (own, _):
+        scorer = ShardedScorer(whole[0], ShardCalls([[one] for one in own], 20.0, None), 20.0)
+        batch = several_ids(scorer.lookups, 5, 1)
+        before = scorer.pooled(batch)
+        assert scorer.lacking == ()
+        gone = ShardCalls([[own[0]], ["127.0.0.1:1"]], 20.0, None)
+        scorer.calls = gone
+        with pytest.raises(Refused, match="shard 1 does not answer: 127.0.0.1:1: ") as refused:
+            scorer.pooled(batch)
+        assert refused.value.status == 503
+        scorer.stands_in = True
+        after = scorer.pooled(batch)
+    assert scorer.lacking == (1,)
+    assert (gone.counts.lost, gone.counts.failed) == (2, 2)
+    # Tables t, v and r are on shard 0; u and p on the other one.
+    assert after[0][:, :8].equal(before[0][:, :8])
+    assert after[2].equal(before[2])
+    lengths = batch[0].lookup.arranged(batch[0].ids, batch[0].offsets, 5)[1].diff().view(3, 5)[1]
+    assert lengths.max() > 1
+    mean = torch.from_numpy(scorer.default_rows["u"])
+    torch.testing.assert_close(after[0][:, 8:24], lengths.unsqueeze(1) * mean)
+    assert not after[0][:, 8:24].allclose(before[0][:, 8:24])
+
+
+def test_the_mean_row_is_that_of_the_table(package, whole: list[Path]) -> None:
+    lookup = own_lookups(*package)[0]
+    ids = torch.cat([torch.zeros(30), torch.arange(30), torch.zeros(90)]).long()
+    rows = lookup(ids, torch.arange(151), 30)[:, 8:24]
+    mean = dense.tensors(whole[0] / "default_rows.safetensors")["u"]
+    torch.testing.assert_close(mean, rows.mean(0))
+
+
+def test_a_replica_answers_for_one_that_is_late_or_gone(whole: list[Path]) -> None:
+    main, first, second = whole
+    with shards(first, first, second, late=(30.0,)) as (own, models):
+        late, other, only = own
+        calls = ShardCalls([[late, other], [only]], 20.0, hedge=0.05)
+        scorer = ShardedScorer(main, calls, 20.0)
+        batch = several_ids(scorer.lookups, 5, 1)
+        wanted = scorer.pooled(batch)
+        assert calls.counts.hedged == 1
+        gone = ShardCalls([["127.0.0.1:1", other], [only]], 20.0, None)
+        scorer.calls = gone
+        for _ in range(3):
+            assert all(map(torch.equal, scorer.pooled(batch), wanted))
+        assert gone.counts.failed == 1, "one that failed a moment ago is asked last"
+        assert (gone.counts.lost, models[1].counted["answered"]) == (0, 4)
+        slow = ShardCalls([[late], [only]], 0.1, None)
+        scorer.calls = slow
+        with pytest.raises(Refused, match="shard 0 does not answer: no answer within 100 ms"):
+            scorer.pooled(batch)
+
+
+def test_other_shards_and_none_are_refused_at_the_start(whole: list[Path], in_halves: list[Path]) -> None:
+    with shards(whole[1], whole[2], in_halves[1]) as (own, _):
+        for given, why in (
+            ([own[1], own[0]], "is not shard 0 of this cut"),
+            ([own[2], own[1]], "is not shard 0 of this cut"),
+            ([own[0]], "addresses of 1 shards, and the package was cut into 2"),
+            ([own[0], "127.0.0.1:1"], "shard 1 does not answer"),
+        ):
+            with pytest.raises(UserError, match=why):
+                ShardedScorer(whole[0], ShardCalls([[one] for one in given], 1.0, None), 0.1)
+
+
+@pytest.mark.parametrize("word", ["", "host", "host:port", "a:1,,b:2", "a:1|"])
+def test_addresses_are_told_apart(word: str) -> None:
+    assert addresses("a:1|b:2,c:3") == [["a:1", "b:2"], ["c:3"]]
+    with pytest.raises(UserError, match="is no HOST:PORT"):
+        addresses(word)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({IDS: np.array([1.5])}, "takes 'ids' as INT64"),
+        ({IDS: np.arange(3)}, "there are 3 ids"),
+        ({LENGTHS: np.array([5, -1])}, "'lengths' does not say"),
+        ({LOOKUPS: np.arange(2)}, "'bags' does not say"),
+        ({"more": np.arange(2)}, "no input 'more'"),
+        ({LOOKUPS: None}, "takes 'lookups' as INT32"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused(changed: dict[str, Any], why: str) -> None:
+    sent = request_tensors([Wanted(0, 2, np.arange(4), np.array([1, 3]))])
+    (own,) = read_wanted(sent)
+    assert (own.bags, own.ids.tolist(), own.lengths.tolist()) == (2, [0, 1, 2, 3], [1, 3])
+    sent = {name: value for name, value in (sent | changed).items() if value is not None}
+    with pytest.raises(Refused, match=why):
+        read_wanted(sent)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (Wanted(1, 1, np.array([0]), None), "lookup 1 is not answered here"),
+        (Wanted(0, 1, np.array([40]), None), r"row 40 of 't' is not in \[0, 40\)"),
+        (Wanted(0, 1, np.array([-1]), None), "row -1 of 't'"),
+        (Wanted(5, 1, np.array([0]), None), "have weights, which are missing"),
+    ],
+)
+def test_rows_that_are_not_here_are_not_read(wanted: Wanted, why: str, whole: list[Path]) -> None:
+    with pytest.raises(Refused, match=why):
+        Rows(whole[1]).pooled([wanted])
+
+
+def test_a_damaged_shard_is_refused(whole: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(whole[1], tmp_path / "shard")
+    file = next((tmp_path / "shard" / "tables").iterdir())
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="is not as it was written"):
+        Rows(tmp_path / "shard")
+
+
+def test_rows_of_a_pruned_table_are_those_that_were_kept(package, tmp_path: Path) -> None:
+    directory, manifest = package
+    about = manifest["tables"]["p"]
+    copy_rows(directory / about["file"], about, 10, 20, tmp_path / "p")
+    found_, source = dense.tensors(tmp_path / "p"), dense.tensors(directory / about["file"])
+    for row in range(20):
+        place, of = int(found_["places"][row]), int(source["places"][row + 10])
+        assert (place < 0) == (of < 0)
+        assert place < 0 or found_["rows"][place].equal(source["rows"][of])
+    assert len(found_["rows"]) < ROWS["p"]

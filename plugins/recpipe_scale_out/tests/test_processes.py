@@ -1,0 +1,238 @@
+"""A package, cut and served by processes: its scores, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recpipe_scale_out.command import cut
+from recpipe_scale_out.config import CutConfig
+from recpipe_serve.batching.scorer import RequestScorer, Side
+
+import recpipe
+from recpipe.answers.manifest import read_manifest
+from recpipe.answers.score import PackageError, Scorer
+from recpipe.errors import UserError
+from recpipe.private_api.compiled import compiler
+from tests.processes import Child
+
+pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
+pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed")
+
+from recpipe_scale_out.calls import ShardCalls
+from recpipe_scale_out.cutting import MAIN, shard_folder
+from recpipe_scale_out.dense import ShardedScorer
+from recpipe_scale_out.tests.answering import shards
+
+WORDS = (
+    "data.samples=600",
+    "data.batch_size=128",
+    "data.tables={user: 300, item: 80, city: 60}",
+    "model.bottom=[16]",
+    "model.top=[16]",
+    "trainer.device=cpu",
+    "trainer.logger=null",
+    "trainer.max_steps=2",
+)
+ROWS = (300, 80, 60)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if compiler() is None:
+        pytest.skip("a package is compiled, and there is no C++ compiler here")
+    folder = tmp_path_factory.mktemp("package")
+    recpipe.train(None, None, *WORDS, output=folder / "run", quiet=True).close()
+    return recpipe.package(folder / "run", folder / "model.recpipe", reference=False, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def in_two(package: Path) -> Path:
+    cut(package, package.parent / "two", CutConfig(2))
+    return package.parent / "two"
+
+
+def sides(seed: int, samples: int) -> tuple[torch.Tensor, list[Side]]:
+    """A request of one user, and so many candidates."""
+    draw = np.random.default_rng(seed)
+    user = torch.from_numpy(draw.integers(0, ROWS[0], 1))
+    ids = [torch.from_numpy(draw.integers(0, rows, samples)) for rows in ROWS[1:]]
+    dense = torch.from_numpy(draw.normal(size=(samples, 13)).astype(np.float32))
+    shared = Side((0,), user, None, 1, torch.zeros(samples, dtype=torch.int64))
+    return dense, [shared, Side((1, 2), torch.cat(ids), None, samples)]
+
+
+def test_scores_have_the_bits_of_the_package(package: Path, in_two: Path) -> None:
+    alone = RequestScorer(Scorer(package))
+    with shards(*(in_two / shard_folder(n) for n in range(2))) as (own, _):
+        scorer = ShardedScorer(in_two / MAIN, ShardCalls([[one] for one in own], 20.0, None), 20.0)
+        assert scorer.difference == 0.0
+        apart = RequestScorer(scorer)
+        for seed, samples in enumerate((1, 5, 64)):
+            assert apart(*sides(seed, samples)).equal(alone(*sides(seed, samples)))
+        assert apart.lacking == ""
+
+
+def test_the_dense_part_alone_is_refused_by_what_wants_tables(in_two: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="dense part of a package whose tables are held by shards"):
+        read_manifest(in_two / MAIN)
+    with pytest.raises(PackageError, match="its tables are held by shards, which a server asks"):
+        Scorer(in_two / MAIN)
+    with pytest.raises(UserError, match="dense part of a package"):
+        cut(in_two / MAIN, tmp_path / "again", CutConfig(2))
+    with pytest.raises(UserError, match="exists already"):
+        cut(in_two / MAIN, in_two, CutConfig(2))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(UserError, match="exists and is no cut package"):
+        cut(in_two / MAIN, tmp_path / "other", CutConfig(2, overwrite=True))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        return int(own.getsockname()[1])
+
+
+class Fleet:
+    """Processes of a cut package: a shard each, and the main server."""
+
+    def __init__(self, directory: Path, folder: Path, shards_: int, *words: str) -> None:
+        self.directory, self.folder = directory, folder
+        self.ports = [free_port() for _ in range(shards_)]
+        self.shards = [self.shard(number) for number in range(shards_)]
+        given = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        main = ("serve", str(directory / MAIN), "port=0", f"shards={given}", *words)
+        self.main = Child(folder / "main", *main)
+        said = self.main.until("serving '")
+        self.host, self.path = re.search(r"http://([\d.:]+)(/\S+?);", said).groups()  # type: ignore[union-attr]
+
+    def shard(self, number: int) -> Child:
+        place = self.directory / shard_folder(number)
+        words = ("serve", str(place), f"port={self.ports[number]}")
+        return Child(self.folder / f"shard{number}", *words)
+
+    def ask(self, seed: int, samples: int = 5) -> tuple[int, dict[str, Any]]:
+        dense, ((user, own)) = sides(seed, samples)
+        each = own.ids.view(2, samples).tolist()
+        inputs = [
+            {"name": "dense", "datatype": "FP32", "shape": list(dense.shape), "data": dense.tolist()},
+            {"name": "user", "datatype": "INT64", "shape": [1], "data": user.ids.tolist()},
+            {"name": "item", "datatype": "INT64", "shape": [samples], "data": each[0]},
+            {"name": "city", "datatype": "INT64", "shape": [samples], "data": each[1]},
+        ]
+        connection = http.client.HTTPConnection(self.host, timeout=60)
+        connection.request("POST", f"{self.path}/infer", json.dumps({"inputs": inputs}))
+        response = connection.getresponse()
+        found = response.status, json.loads(response.read())
+        connection.close()
+        return found
+
+    def figures(self) -> str:
+        connection = http.client.HTTPConnection(self.host, timeout=60)
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode()
+
+    def end(self) -> None:
+        for child in (self.main, *self.shards):
+            child.send(signal.SIGTERM)
+        for child in (self.main, *self.shards):
+            assert child.ended().returncode == 0
+
+
+@contextmanager
+def fleet(directory: Path, folder: Path, count: int, *words: str) -> Iterator[Fleet]:
+    with ExitStack() as open_:
+        own = Fleet(directory, folder, count, *words)
+        open_.callback(own.end)
+        yield own
+
+
+def scored(alone: RequestScorer, seed: int, samples: int = 5) -> list[float]:
+    return alone(*sides(seed, samples)).tolist()
+
+
+def test_processes_answer_as_one_server_and_a_lost_shard_comes_back(
+    package: Path, in_two: Path, tmp_path: Path
+) -> None:
+    alone = RequestScorer(Scorer(package))
+    with fleet(in_two, tmp_path, 2) as own:
+        status, found = own.ask(0)
+        assert (status, found["outputs"][0]["data"]) == (200, scored(alone, 0))
+        assert "parameters" not in found
+        own.shards[1].kill()
+        status, found = own.ask(1)
+        assert status == 503
+        assert found["error"].startswith(f"shard 1 does not answer: 127.0.0.1:{own.ports[1]}: ")
+        own.shards[1] = own.shard(1)
+        own.shards[1].until("serving shard 1 of 2 at ")
+        for _ in range(200):  # gRPC connects again within a second
+            status, found = own.ask(2)
+            if status == 200:
+                break
+            time.sleep(0.05)
+        assert found["outputs"][0]["data"] == scored(alone, 2)
+        lost = re.search(r"^recpipe_shards_lost ([\d.]+)$", own.figures(), re.MULTILINE)
+        assert lost is not None
+        assert float(lost[1]) >= 1
+
+
+@pytest.mark.soak
+def test_a_stopped_shard_is_late_and_its_rows_are_stood_for(
+    package: Path, in_two: Path, tmp_path: Path
+) -> None:
+    alone = RequestScorer(Scorer(package))
+    words = ("shards_lost=default_row", "shards_ms=200")
+    with fleet(in_two, tmp_path, 2, *words) as own:
+        assert own.ask(0)[1]["outputs"][0]["data"] == scored(alone, 0)
+        own.shards[1].send(signal.SIGSTOP)
+        status, found = own.ask(1)
+        assert (status, found["parameters"]) == (200, {"lost_shards": "1"})
+        assert found["outputs"][0]["data"] != scored(alone, 1)
+        own.shards[1].send(signal.SIGCONT)
+        for _ in range(200):
+            status, found = own.ask(2)
+            if "parameters" not in found:
+                break
+            time.sleep(0.05)
+        assert found["outputs"][0]["data"] == scored(alone, 2)
+
+
+@pytest.mark.soak
+def test_another_version_takes_over_without_a_mixed_answer(package: Path, tmp_path: Path) -> None:
+    """Shards first, then the main server; the cut before answers meanwhile."""
+    live, new = tmp_path / "live", tmp_path / "new"
+    cut(package, live, CutConfig(2))
+    (tmp_path / "run").mkdir()
+    words = (*WORDS[:-1], "trainer.max_steps=4")
+    recpipe.train(None, None, *words, output=tmp_path / "run2", quiet=True).close()
+    later = recpipe.package(tmp_path / "run2", tmp_path / "later.recpipe", reference=False, quiet=True)
+    cut(later, new, CutConfig(2, plan=str(live / "plan.json")))
+    before, after = RequestScorer(Scorer(package)), RequestScorer(Scorer(later))
+    assert scored(before, 0) != scored(after, 0)
+    with fleet(live, tmp_path / "fleet", 2) as own:
+        assert own.ask(0)[1]["outputs"][0]["data"] == scored(before, 0)
+        for number in range(2):
+            place = live / shard_folder(number)
+            shutil.rmtree(place)
+            shutil.copytree(new / shard_folder(number), place)
+            own.shards[number].send(signal.SIGHUP)
+            own.shards[number].until("now serving version")
+            assert own.ask(number)[1]["outputs"][0]["data"] == scored(before, number)
+        shutil.rmtree(live / MAIN)
+        shutil.copytree(new / MAIN, live / MAIN)
+        own.main.send(signal.SIGHUP)
+        own.main.until("now serving package")
+        assert own.ask(3)[1]["outputs"][0]["data"] == scored(after, 3)

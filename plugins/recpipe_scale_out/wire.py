@@ -1,0 +1,95 @@
+"""The tensors that the main server and a shard exchange, as a model of the open inference protocol takes and
+gives them.
+
+A request has lookups, one after the other: their numbers ``lookups`` INT32 [L], how many ``bags`` INT32 [L]
+each asks for, all of their ``ids`` INT64 [N] (places among the rows that the shard holds), or INT32, how many
+of them each bag has, ``lengths`` INT32 [sum of bags], left out where each has one, and the ``weights`` FP32
+[N] of ids, where some have any. The answer, ``pooled`` FP32 or FP16 [V], has a matrix [bags, W] for each of
+the request's ``runs``: beside each other the sums of its lookups. Where rows are not pooled it is [n, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from recpipe_serve.errors import bad
+
+Array = NDArray[Any]
+LOOKUPS, BAGS, IDS, LENGTHS, WEIGHTS, POOLED = "lookups", "bags", "ids", "lengths", "weights", "pooled"
+OUTPUT_TYPE = "output_type"
+"""A parameter of requests: the type of the answer, one of ``TYPES``; FP32 unless it is there."""
+TYPES: Mapping[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
+INPUTS = {LOOKUPS: "INT32", BAGS: "INT32", IDS: "INT64", LENGTHS: "INT32", WEIGHTS: "FP32"}
+OPTIONAL = (LENGTHS, WEIGHTS)
+SMALL = np.iinfo(np.int32).max
+"""The largest id that is sent in 32 bits."""
+
+
+class Wanted(NamedTuple):
+    """What one lookup asks for."""
+
+    lookup: int
+    """Its number."""
+    bags: int
+    ids: Array
+    """int64 [n], one bag's after the other's."""
+    lengths: Array | None
+    """How many ids each bag has, int64 [bags]; None: each has one."""
+    weights: Array | None = None
+    """float32 [n], where rows are weighted."""
+
+
+def request_tensors(wanted: Sequence[Wanted]) -> dict[str, Array]:
+    """What is sent for these lookups."""
+    ids = np.concatenate([own.ids for own in wanted])
+    small = not len(ids) or int(ids.max()) <= SMALL
+    tensors: dict[str, Array] = {
+        LOOKUPS: np.array([own.lookup for own in wanted], np.int32),
+        BAGS: np.array([own.bags for own in wanted], np.int32),
+        IDS: ids.astype(np.int32) if small else ids,
+    }
+    if any(own.lengths is not None for own in wanted):
+        tensors[LENGTHS] = np.concatenate(
+            [np.ones(own.bags, np.int32) if own.lengths is None else own.lengths for own in wanted]
+        ).astype(np.int32)
+    if any(own.weights is not None for own in wanted):
+        tensors[WEIGHTS] = np.concatenate(
+            [np.ones(len(own.ids), np.float32) if own.weights is None else own.weights for own in wanted]
+        )
+    return tensors
+
+
+def read_wanted(tensors: Mapping[str, Array]) -> list[Wanted]:
+    """The lookups of a request; ``Refused`` if its tensors do not fit each other."""
+    for name in tensors:
+        if name not in INPUTS:
+            raise bad(f"a shard has no input '{name}'; it has {', '.join(INPUTS)}")
+    for name, kind in INPUTS.items():
+        found = tensors.get(name)
+        if found is None and name in OPTIONAL:
+            continue
+        fits = found is not None and found.ndim == 1
+        if not fits or found.dtype.kind != ("f" if kind == "FP32" else "i"):  # type: ignore[union-attr]
+            raise bad(f"a shard takes '{name}' as {kind} [n]")
+    numbers, bags = tensors[LOOKUPS].tolist(), tensors[BAGS].astype(np.int64)
+    ids, weights = tensors[IDS].astype(np.int64), tensors.get(WEIGHTS)
+    total = int(bags.sum())
+    lengths = tensors[LENGTHS].astype(np.int64) if LENGTHS in tensors else None
+    if len(numbers) != len(bags) or (bags < 0).any():
+        raise bad(f"'{BAGS}' does not say how many bags each of the {len(numbers)} lookups asks for")
+    if lengths is not None and (len(lengths) != total or (lengths < 0).any()):
+        raise bad(f"'{LENGTHS}' does not say how many ids each of the {total} bags has")
+    if len(ids) != (total if lengths is None else int(lengths.sum())):
+        raise bad(f"there are {len(ids)} ids, and bags have {total if lengths is None else lengths.sum()}")
+    if weights is not None and len(weights) != len(ids):
+        raise bad(f"there are {len(weights)} weights, and {len(ids)} ids")
+    wanted, bag, at = [], 0, 0
+    for number, count in zip(numbers, bags.tolist(), strict=True):
+        own = None if lengths is None else lengths[bag : bag + count]
+        end = at + (count if own is None else int(own.sum()))
+        wanted.append(Wanted(number, count, ids[at:end], own, None if weights is None else weights[at:end]))
+        bag, at = bag + count, end
+    return wanted
