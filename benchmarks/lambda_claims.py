@@ -194,9 +194,12 @@ def over_seeds(values: list[float]) -> list[float]:
 
 def generate(file: Path, seed: int, drifting: bool) -> None:
     """Clicks of users by two numbers that are shown; if ``drifting``, what a user makes of these walks at
-    random, so that after all events it is another taste."""
+    random, so that after all events it is another taste. If not, all users have one taste for good: of that a
+    model learns all there is to know, and nothing is left for effects."""
     rng = np.random.default_rng(seed)
-    taste = rng.normal(size=(USERS, 3)) * np.array([1.0, 1.0, 1.0])
+    taste = rng.normal(size=(USERS, 3))
+    if not drifting:
+        taste[:] = taste[0]
     step = np.sqrt(2 / DRAWN * USERS) if drifting else 0.0
     user, shown = rng.integers(0, USERS, DRAWN), rng.normal(size=(DRAWN, 2))
     click, drawn = np.empty(DRAWN, np.int64), rng.random(DRAWN)

@@ -73,7 +73,8 @@ class Uncompiled:
         """Its output of inputs that lie in memory in their order, as a compiled one takes them to."""
         assert all(one.is_contiguous() for one in inputs)
         args, kwargs = pytree.tree_unflatten(inputs, self.structure)
-        return [self.module(*args, **kwargs)]
+        found = self.module(*args, **kwargs)
+        return list(found) if isinstance(found, tuple) else [found]
 
 
 @contextmanager

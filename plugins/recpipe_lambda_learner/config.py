@@ -16,6 +16,20 @@ from recpipe_lambda_learner.rows import Keeping
 
 
 @dataclass(frozen=True)
+class PublishConfig:
+    """``lambda.publish``."""
+
+    dir: FilePath | None = None
+    """Where deltas are written; None: none are."""
+    base: FilePath | None = None
+    """The package that the chain begins with; None: ``base.recpipe`` in ``dir``."""
+    every: Positive = 10
+    """Mini-batches from one delta to the next."""
+    sign: FilePath | None = None
+    """A private Ed25519 key, as a PEM file."""
+
+
+@dataclass(frozen=True)
 class LambdaConfig:
     """``lambda`` of conf/task/lambda.yaml."""
 
@@ -30,6 +44,7 @@ class LambdaConfig:
     store: Annotated[str, one_of(*KINDS)]
     dir: FilePath | None
     save_every: Positive | None
+    publish: PublishConfig
     retrain_every: Positive | None
     windows: Positive
     save_scores: bool

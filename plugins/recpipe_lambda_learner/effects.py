@@ -13,6 +13,7 @@ from annotated_types import MinLen
 
 from recpipe.common.loops import ALONE, Spread
 from recpipe.common.validation import Text
+from recpipe.tables.dynamic.loops import FIRST_ROW
 from recpipe_lambda_learner.posterior import (
     Events,
     Floats,
@@ -68,6 +69,8 @@ class Effect:
         """Updates that stopped before the minimum, since nothing held their coefficients."""
         self.updates = 0
         """Of one entity by the events of one mini-batch."""
+        self.noted: list[Entities] | None = None
+        """Rows that were updated, if somebody asks for them; whoever does takes them away."""
         self._lock = threading.Lock()
         """Held while rows are looked up and moved, which is short beside finding a minimum."""
 
@@ -105,8 +108,17 @@ class Effect:
         with self._lock:
             self.rows.write(MEANS, own, after.means)
             self.rows.write(PRECISIONS, own, packed(after.precisions))
+        if self.noted is not None:
+            self.noted.append(own)
         self.unsettled += unsettled
         self.updates += len(own)
+
+    def records(self, rows: Entities) -> Entities:
+        """The entity of each of ``rows``, and the state that the map has of it, int64 [n, 2]; 0 of rows that
+        are of no entity."""
+        found: Entities = self.rows.map.content.records.reshape(-1, 2)[rows].copy()
+        found[rows < FIRST_ROW] = 0
+        return found
 
     def believed(self, entities: Entities) -> Posteriors:
         """What is believed of distinct ``entities``, which have been seen."""

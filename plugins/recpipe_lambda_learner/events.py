@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
+from recpipe.answers.export import LastLayer
 from recpipe.answers.trained import Scoring, Trained, scored
 from recpipe.errors import UserError, did_you_mean
 from recpipe.pipeline.placed import PlacedModel
@@ -122,14 +123,13 @@ class _Passed:
         self.begin()
         for proxy in model.proxies.values():
             hooks.callback(proxy.register_forward_hook(self._looked_up).remove)
-        for member in model.module.modules() if layers else ():
-            if getattr(member, "out_features", None) == 1:
-                hooks.callback(member.register_forward_pre_hook(self._given).remove)
+        self._last = LastLayer(model.module) if layers else None
+        if self._last is not None:
+            hooks.callback(self._last.remove)
 
     def begin(self) -> None:
         """Forget the pass before."""
         self._rows: dict[str, torch.Tensor] = {}
-        self._last: torch.Tensor | None = None
 
     def _looked_up(self, module: nn.Module, given: Any, found: Any) -> None:
         if isinstance(found, KeyedTensor):
@@ -138,9 +138,6 @@ class _Passed:
             for name, rows in found.items():
                 if isinstance(rows, JaggedTensor) and bool((rows.lengths() == 1).all()):
                     self._rows[name] = rows.values()
-
-    def _given(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        self._last = given[0]
 
     def row(self, feature: str) -> torch.Tensor:
         """float32 [B, D]: the pooled row of ``feature``."""
@@ -153,8 +150,5 @@ class _Passed:
 
     def last_layer(self) -> torch.Tensor:
         """float32 [B, D]: what the last linear layer with one output was given."""
-        if self._last is None or self._last.ndim != 2:
-            raise UserError(
-                f"lambda.effects: the model has no last linear layer with one output; leave {LAST_LAYER} out"
-            )
-        return self._last
+        assert self._last is not None
+        return self._last.given()

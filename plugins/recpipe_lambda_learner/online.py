@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import mkdtemp
 from time import monotonic
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,8 @@ from recpipe_lambda_learner.rows import Entities, Keeping
 
 EVENTS = "events.safetensors"
 """Beside saved effects: of which events they are."""
+SCRATCH = "store-"
+"""How folders of coefficients in files begin."""
 _BYTES = 16
 
 
@@ -31,9 +36,14 @@ class Learner:
 
     What was learnt is written into ``place`` every ``seconds`` that events come, and when it is closed; None:
     nowhere. It goes on from what it finds there. The ids of the last ``kept`` events are known, so that one
-    that is sent again, since its sender has not got the answer, is not learnt again."""
+    that is sent again, since its sender has not got the answer, is not learnt again.
 
-    def __init__(self, package: Path, place: Path | None, kept: int, seconds: float) -> None:
+    ``store``: where coefficients lie, in memory (``host``) or in files (``ssd``) beside what is written, or
+    where there is nothing written in a temporary folder."""
+
+    def __init__(
+        self, package: Path, place: Path | None, kept: int, seconds: float, store: str = "host"
+    ) -> None:
         directory, self.learnt = newest_effects(package / FOLDER)
         if place is not None and any(place.glob(f"{FOLDER}/[0-9]*")):
             directory, self.learnt = newest_effects(place)
@@ -45,7 +55,10 @@ class Learner:
         precision: Precision = self.learnt.precision  # type: ignore[assignment]
         how = Learning(self.learnt.ridge, self.learnt.keep, precision)
         widths = {own.entity: own.width for own in self.learnt.effects}
-        self.effects = Effects(widths, how, Keeping(self.learnt.entities))
+        where = None if store == "host" else _scratch(place)
+        if where is not None:  # kept until nobody scores by these coefficients any more
+            finalize(self, shutil.rmtree, where, ignore_errors=True)
+        self.effects = Effects(widths, how, Keeping(self.learnt.entities, store, where))
         self.effects.load(directory)
         if (file := directory / EVENTS).is_file():
             try:
@@ -120,6 +133,16 @@ class Learner:
         """Write what was learnt; nothing is learnt any more, and what is still being scored is scored by
         it."""
         self.save()
+
+
+def _scratch(place: Path | None) -> Path:
+    """A new folder for the files of a store, in ``place`` without those that a killed process has left
+    there."""
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+        for left in place.glob(f"{SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(mkdtemp(prefix=SCRATCH, dir=place))
 
 
 def _key(ident: str) -> bytes:

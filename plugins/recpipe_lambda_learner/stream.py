@@ -17,11 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from recpipe.answers.effects import FOLDER, Learnt, LearntEffect, identity, newest_effects, write_effects
 from recpipe.answers.trained import Trained
+from recpipe.common.console import log
 from recpipe.errors import UserError
 from recpipe_lambda_learner.config import LambdaConfig
 from recpipe_lambda_learner.effects import Effects
 from recpipe_lambda_learner.events import MiniBatch, Reader
 from recpipe_lambda_learner.posterior import Floats
+from recpipe_lambda_learner.publish import Publisher
 
 LOGITS = "logits.safetensors"
 """Beside saved effects: the logits so far, which were made by effects that are not there any more."""
@@ -97,11 +99,17 @@ class Stream:
                 f"lambda.resume={left.directory} has learnt over {left.learnt.checkpoint}, and this run has "
                 f"{trained.directory}: name that one as lambda.checkpoint"
             )
+        if left is None and config.publish.dir is not None:
+            raise UserError(
+                "lambda.publish.dir: deltas follow a package with effects: name the run that it was made of, "
+                "lambda.resume=RUN"
+            )
         if left is None:
             shutil.rmtree(directory / FOLDER, ignore_errors=True)
         self.seconds = 0.0
         """Spent on the first model's updates."""
         self._open: list[Effects] = []
+        self._publisher: Publisher | None = None
 
     def first(self) -> tuple[Passed, Effects]:
         """All events by the first model and its effects, which are written into the run's directory."""
@@ -116,6 +124,8 @@ class Stream:
 
     def close(self) -> None:
         """Release what effects hold that are still open."""
+        if self._publisher is not None:
+            self._publisher.close()
         while self._open:
             self._open.pop().close()
 
@@ -126,6 +136,7 @@ class Stream:
         parts: list[tuple[Floats, Floats, Floats]] = []
         logits: list[Floats] = [] if left is None else [left.logits]
         effects: Effects | None = None
+        publisher: Publisher | None = None
         every, count = self.config.save_every, 0
         for count, (seen, clicks, weights, offsets) in enumerate(self._read(trained, end), 1):
             if effects is None:
@@ -137,6 +148,8 @@ class Stream:
                 self._open.append(effects)
                 if left is not None:
                     effects.load(left.directory)
+                    if self.config.publish.dir is not None:
+                        publisher = self._publisher = Publisher(self.config.publish, effects, left.learnt)
             parts.append((clicks, weights, offsets))
             if count <= done:
                 continue
@@ -146,9 +159,14 @@ class Stream:
             self.seconds += (perf_counter() - began) * keeps
             if keeps and every is not None and count % every == 0:
                 self._save(effects, count, logits)
+            if publisher is not None and count % self.config.publish.every == 0:
+                publisher.publish(count)
         assert effects is not None, "there are held-out events"
         if keeps:
             self._save(effects, count, logits)
+        if publisher is not None:
+            publisher.publish(count)
+            log.info(f"wrote {publisher.written:,} deltas into {publisher.folder}")
         clicks, weights, offsets = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Passed(clicks, weights, offsets, np.concatenate(logits)), effects
 

@@ -31,10 +31,25 @@ class AnswerServer(ABC):
         one, and when another version of the same does (a delta; the manifest is equal then). Answers of
         before must not be given any more. ``UserError`` if it cannot be served so."""
 
+    def changed(self, scorer: Scorer, ids: Mapping[int, NDArray[np.int64]]) -> None:
+        """Another version of the package answers from now on, whose answers differ from those of the one
+        before for requests alone that have one of these ``ids`` (rows) of a feature at this place in the
+        manifest. Unless it is overridden, this is ``begin``."""
+        self.begin(scorer)
+
     @abstractmethod
     def find(self, asked: Asked) -> tuple[NDArray[np.float32] | None, Any]:
         """The scores float32 [N] or [N, T] of a request, which is answered with them; or None, and anything
         by which ``keep`` knows the request again."""
+
+    def lacking(self, asked: Asked, ticket: Any) -> Asked | None:
+        """Of a request for which ``find`` gave this ``ticket``, those of its samples that the model is to
+        score (``Asked.part``); None: all. ``keep`` is then told of their scores alone."""
+        return None
+
+    def completed(self, ticket: Any, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The scores of all samples of the request, from those of what was ``lacking``."""
+        raise NotImplementedError(f"{type(self).__name__} says what is lacking, and does not complete it")
 
     @abstractmethod
     def keep(self, ticket: Any, scores: NDArray[np.float32]) -> None:

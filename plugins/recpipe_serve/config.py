@@ -114,6 +114,9 @@ class ServeConfig:
     """A file with the token that those who post events must have."""
     learnt: FilePath | None = None
     """A directory where what was learnt is kept over restarts; None: it goes with the process."""
+    learn_store: Annotated[str, one_of("host", "ssd")] = "host"
+    """Where coefficients are while they learn: in memory, or in files in ``learnt`` (a temporary folder
+    without it)."""
     learn_seconds: Seconds = 60.0
     """Seconds from one time that it is written to the next one."""
     access_log: FilePath | None = None

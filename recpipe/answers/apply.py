@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers import score
-from recpipe.answers.delta import APPLIED, MANIFEST, Delta, Version, deltas_in, following, with_ids
+from recpipe.answers.delta import APPLIED, MANIFEST, Content, Delta, Version, deltas_in, following, with_ids
+from recpipe.answers.effects import apply_coefficients, say_learnt
 from recpipe.answers.manifest import PrivateKey, is_package, private_key, read_manifest, write_manifest
 from recpipe.answers.package import beside
 from recpipe.answers.parts import GOLDEN
@@ -73,15 +74,11 @@ def apply_deltas(
         score.verified(base)
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
-    if "effects" in manifest:
-        raise UserError(
-            f"{base} has effects, which correct the model as it was when they were learnt, and deltas would "
-            "change it under them: package it without effects="
-        )
     version, deltas = Version.of_package(base, manifest), list[Delta]()
     for place in given:
         for delta in _deltas(place, version, trust):
             version.require_next(delta)
+            delta.require_one_kind(manifest)
             version = delta.version
             deltas.append(delta)
     if not deltas:
@@ -135,6 +132,11 @@ class Applied:
                 made = with_ids(held["keys"].clone(), held["rows"].clone(), keys, rows)
                 save_tensors(self.folder / about["file"], dict(zip(("keys", "rows"), made, strict=True)))
                 about["ids"] = len(made[0]) - 1
+            effects = {about["entity"]: about for about in manifest.get("effects", ())}
+            for entity, changed in delta.coefficients(manifest):
+                apply_coefficients(self.folder, effects[entity], changed)
+            if "learnt" in delta.content:
+                say_learnt(self.folder, delta.content["learnt"])
         self._take_dense(deltas)
         manifest["step"], manifest[APPLIED] = version.step, version.to_dict()
         for made_anew in ("format", "schema", "files"):
@@ -274,6 +276,10 @@ def chain_lines(package: Path, folder: Path) -> Iterator[str]:
     )
 
 
+def _entities(told: Content) -> int:
+    return sum(own["rows"] for own in told.get("effects", {}).values())
+
+
 def _said(delta: Delta, state: str) -> str:
     told = delta.content
     rows = sum(table["rows"] for table in told["tables"].values())
@@ -285,6 +291,7 @@ def _said(delta: Delta, state: str) -> str:
         f"{rows:,} rows",
         *([f"{got:,} ids got rows, {lost:,} lost theirs"] if told["maps"] else []),
         *(["dense part"] if told["dense"] else []),
+        *([f"coefficients of {_entities(told):,} entities"] if "effects" in told else []),
         *([f"{sum(told['left_out'].values()):,} rows left out"] if any(told["left_out"].values()) else []),
         readable_bytes(delta.nbytes),
         delta.digest[:12],

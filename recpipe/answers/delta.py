@@ -8,6 +8,9 @@
       maps/*.safetensors      of ids that grow: "keys" int64 [n], ascending, and "rows" int32 [n]; -1: the id
                               has none any more
       dense.safetensors       the parameters of the dense part, all of them, under the package's names
+      effects/*.safetensors   of a package with effects: "rows" int64 [n], ascending, of changed coefficients,
+                              "records" int64 [n, 2], key and state of their entities, and "means" and
+                              "precisions" float64 (schema 2; such a delta has nothing else)
       delta.sig               if asked for: the signature of delta.json, Ed25519
 
 A chain begins with a package, its **base**. Each delta names the base, its number in the chain, from 1 on,
@@ -22,7 +25,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 from urllib.parse import quote
@@ -34,12 +37,14 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from recpipe.answers import score
+from recpipe.answers.effects import Coefficients
 from recpipe.answers.manifest import PrivateKey, require_signed_file
 from recpipe.common.files import sync
 from recpipe.common.saved import read_json
 from recpipe.common.tensors import save_tensors
 from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.errors import UserError, shown
+from recpipe.tables.dynamic.id_map import Figures
 
 MANIFEST, DIGEST, SIGNATURE = "delta.json", "delta.sha256", "delta.sig"
 DENSE = "dense.safetensors"
@@ -63,12 +68,20 @@ class _Ids(TypedDict):
     lost: Count
 
 
+class _Coefficients(TypedDict):
+    file: str
+    rows: Positive
+    used: Count
+    now: Count
+    figures: dict[str, Count]
+
+
 @with_config({**STRICT, "extra": "ignore"})
 class Content(TypedDict):
     """What is read of delta.json, with its types; other keys are for people."""
 
     format: Literal["recpipe delta"]
-    schema: Literal[1]
+    schema: Literal[1, 2]
     base: str
     sequence: Positive
     parent: str
@@ -81,6 +94,8 @@ class Content(TypedDict):
     left_out: dict[str, Count]
     files: dict[str, str]
     progressive: NotRequired[dict[str, dict[str, float | None]]]
+    effects: NotRequired[dict[str, _Coefficients]]
+    learnt: NotRequired[Count]
 
 
 @dataclass(frozen=True)
@@ -155,6 +170,10 @@ class Change:
     """By table, rows that have changed and are left for a later delta, since they have hardly moved."""
     progressive: Mapping[str, Mapping[str, float | None]] | None = None
     """The figures of each output over the latest samples that training has judged."""
+    effects: Mapping[str, Coefficients] = field(default_factory=dict)
+    """By entity, coefficients that have changed."""
+    learnt: int = 0
+    """Mini-batches that the effects have learnt by then."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +207,8 @@ class Delta:
             raise UserError(f"{file} is no manifest of a delta ({fault}): publish it anew") from fault
         try:
             score.check_files(directory, content["files"], (MANIFEST, DIGEST, SIGNATURE))
-            used = [about["file"] for about in (*content["tables"].values(), *content["maps"].values())]
+            every = content["tables"], content["maps"], content.get("effects", {})
+            used = [about["file"] for part in every for about in part.values()]
             for name in (*used, *([content["dense"]] if content["dense"] else ())):
                 score.member(directory, {"files": content["files"]}, name)
         except score.PackageError as fault:
@@ -265,6 +285,39 @@ class Delta:
                 )
         return found
 
+    def coefficients(self, manifest: Mapping[str, Any]) -> Iterator[tuple[str, Coefficients]]:
+        """By entity of the package with this ``manifest``, the coefficients that have changed; ``UserError``
+        if it has no such effect."""
+        known = {about["entity"]: about for about in manifest.get("effects", ())}
+        for name, about in self.content.get("effects", {}).items():
+            own, found = known.get(name), self._tensors(about["file"])
+            fits = own is not None and {"rows", "records", "means"} <= found.keys()
+            if fits:
+                rows, records = found.pop("rows"), found.pop("records")
+                fits = rows.dtype == torch.int64 and records.dtype == torch.int64 and bool(len(rows))
+                fits = fits and records.shape == (about["rows"], 2) and rows.shape == (about["rows"],)
+                fits = fits and bool((rows.diff() > 0).all()) and bool((rows != score.DEFAULT_ROW).all())
+                fits = fits and int(rows[0]) >= 0 and int(rows[-1]) < about["used"]
+                fits = fits and all(v.dtype == torch.float64 and len(v) == len(rows) for v in found.values())
+                fits = fits and list(found["means"].shape[1:]) == [known[name]["width"]]
+            if not fits:
+                raise UserError(
+                    f"{self.directory / about['file']} has other coefficients than the package's effect of "
+                    f"'{shown(name)}': take the deltas that were written beside this package"
+                )
+            parts = {part: value.numpy() for part, value in found.items()}
+            rest = about["used"], about["now"], Figures(**about["figures"])
+            yield name, Coefficients(rows.numpy(), records.numpy(), parts, *rest)
+
+    def require_one_kind(self, manifest: Mapping[str, Any]) -> None:
+        """``UserError`` for a delta that would change a model under effects that correct it."""
+        told = self.content
+        if "effects" in manifest and (told["tables"] or told["maps"] or told["dense"]):
+            raise UserError(
+                f"{self.directory} has rows of the model, and the package has effects, which correct the "
+                "model as it was when they were learnt: package it without effects="
+            )
+
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         try:
             return score.tensors(self.directory / name)
@@ -335,13 +388,27 @@ def _write(partial: Path, before: Version, change: Change) -> Content:
         maps[name] = {"file": file, "got": len(own) - lost, "lost": lost}
     if change.dense:
         save_tensors(partial / DENSE, dict(change.dense))
+    effects: dict[str, _Coefficients] = {}
+    if change.effects:
+        (partial / "effects").mkdir()
+    for name, changed in change.effects.items():
+        file = f"effects/{quote(name, safe='')}.safetensors"
+        parts = {"rows": changed.rows, "records": changed.records, **changed.parts}
+        save_tensors(partial / file, {part: torch.from_numpy(value) for part, value in parts.items()})
+        effects[name] = {
+            "file": file,
+            "rows": len(changed.rows),
+            "used": changed.used,
+            "now": changed.now,
+            "figures": asdict(changed.figures),
+        }
     files = {}
     for path in sorted(file for file in partial.rglob("*") if file.is_file()):
         with path.open("rb") as stream:
             files[path.relative_to(partial).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     content: Content = {
         "format": "recpipe delta",
-        "schema": 1,
+        "schema": 2 if effects else 1,
         "base": before.base,
         "sequence": before.sequence + 1,
         "parent": before.digest,
@@ -354,6 +421,8 @@ def _write(partial: Path, before: Version, change: Change) -> Content:
         "left_out": dict(change.left_out),
         "files": files,
     }
+    if effects:
+        content |= {"effects": effects, "learnt": change.learnt}
     if change.progressive is not None:
         content["progressive"] = {name: dict(own) for name, own in change.progressive.items()}
     return content

@@ -17,15 +17,22 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from recpipe.answers.score import PackageError, check_effects
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.answers.score import LAST_LAYER, PackageError, check_effects, tensors
 from recpipe.common.files import sync
 from recpipe.common.saved import read_json, typed_as
+from recpipe.common.tensors import save_tensors
 from recpipe.errors import UserError
+from recpipe.tables.dynamic.id_map import Figures
+from recpipe.tables.dynamic.saved import patch_map
 
 FOLDER, ABOUT = "effects", "effects.json"
 _MANIFESTS = ("MANIFEST.json", "manifest.json")
@@ -41,6 +48,22 @@ class LearntEffect:
     """By what they were learnt: ``intercept``, and names of columns."""
     width: int
     """D, coefficients of an id."""
+
+
+class Coefficients(NamedTuple):
+    """Rows of one effect that have changed, and how many it has by then."""
+
+    rows: NDArray[np.int64]
+    """int64 [n], ascending."""
+    records: NDArray[np.int64]
+    """Of each the key of its entity, and the state that its map has of it, int64 [n, 2]."""
+    parts: Mapping[str, NDArray[np.float64]]
+    """By name, "means" float64 [n, D], and "precisions" float64 [n, P] where some are kept."""
+    used: int
+    """Rows of the effect by then, with those before the first one of an entity."""
+    now: int
+    """Mini-batches that its map has seen."""
+    figures: Figures
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,11 @@ def newest_effects(directory: Path) -> tuple[Path, Learnt]:
         raise UserError(f"{directory / ABOUT} is damaged ({fault}): name another run") from fault
 
 
+def takes_last_layer(run: Path) -> bool:
+    """Whether an effect of ``run`` has the model's last layer as an input."""
+    return any(LAST_LAYER in own.inputs for own in newest_effects(run)[1].effects)
+
+
 def packaged_effects(
     run: Path, checkpoint: Path | None, folder: Path, content: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -131,6 +159,27 @@ def packaged_effects(
     except PackageError as fault:
         raise UserError(f"effects={run}: {fault}") from fault
     return {"effects": each}
+
+
+def apply_coefficients(folder: Path, about: Mapping[str, Any], changed: Coefficients) -> None:
+    """Have the effect that the manifest of the package ``folder`` says this ``about`` be as it is after
+    ``changed``."""
+    patch_map(folder / about["ids"], changed.rows, changed.records, *changed[3:])
+    file = folder / about["file"]
+    after = {}
+    for name, held in tensors(file).items():
+        after[name] = torch.zeros(changed.used, held.shape[1], dtype=torch.float64)
+        kept = min(changed.used, len(held))
+        after[name][:kept] = held[:kept]
+        after[name][torch.from_numpy(changed.rows)] = torch.from_numpy(changed.parts[name])
+    save_tensors(file, after)
+
+
+def say_learnt(folder: Path, number: int) -> None:
+    """Say in the package ``folder`` that its effects have learnt so many mini-batches."""
+    file = folder / FOLDER / ABOUT
+    _, learnt = newest_effects(folder / FOLDER)
+    file.write_text(json.dumps(asdict(replace(learnt, number=number)), indent=1))
 
 
 def _files(own: Mapping[str, Any]) -> tuple[str, str]:

@@ -84,13 +84,22 @@ class DensePart:
     tables: Mapping[str, ModelTable]
     alike: Alike
 
+    @property
+    def width_of_last_layer(self) -> int:
+        """D of what the program returns beside scores, if it does."""
+        (output,) = (node for node in self.program.graph.nodes if node.op == "output")
+        return int(output.args[0][1].meta["val"].shape[1])
 
-def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = None) -> DensePart:
+
+def export_dense(
+    called: Called, schema: Schema, lists: Sequence[str] | None = None, last_layer: bool = False
+) -> DensePart:
     """Export the dense part of ``called``, whose batches have the columns of ``schema``.
 
     ``lists``: features that may have any number of ids; the others have one for each sample. None: not known.
-    The model itself is not changed, and its tables are not read. Raises ``UserError`` with the
-    reason if the model cannot be exported.
+    ``last_layer``: whether the program also returns what the model's last linear layer with one output is
+    given, float32 [B, D]. The model itself is not changed, and its tables are not read. Raises ``UserError``
+    with the reason if the model cannot be exported.
     """
     model, name = called.module, type(called.module).__name__
     found = {path: m for path, m in model.named_modules() if isinstance(m, Collection)}
@@ -136,7 +145,7 @@ def export_dense(called: Called, schema: Schema, lists: Sequence[str] | None = N
     features = [feature.name for feature in schema.sparse]
     own = copy.copy(called)
     own.module = twin
-    traced = _Traced(own, list(stand_ins.values()), features).eval()
+    traced = _Traced(own, list(stand_ins.values()), features, last_layer).eval()
     try:
         with torch.no_grad():
             program, lookups = _exported(traced, len(schema.dense), features, lists)
@@ -204,9 +213,12 @@ def _exported(
 class _Traced(nn.Module):
     """The model as a function of dense features and what the lookups find."""
 
-    def __init__(self, called: Called, collections: Sequence[StandIn], features: list[str]) -> None:
+    def __init__(
+        self, called: Called, collections: Sequence[StandIn], features: list[str], last_layer: bool
+    ) -> None:
         super().__init__()
         self.model = called.module
+        self._last = LastLayer(called.module) if last_layer else None
         self._called, self._tasks = called, list(called.tasks.values())
         self._collections, self._features = list(collections), features
 
@@ -219,9 +231,41 @@ class _Traced(nn.Module):
         scores = [task.prediction(output) for task in self._tasks]
         return scores[0] if len(scores) == 1 else torch.stack(scores, dim=1)
 
-    def forward(self, dense: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
-        """Scores float32 [B], or [B, T] of T tasks."""
-        return self.run(dense, Given(dense.shape[0], given=found))
+    def forward(
+        self, dense: torch.Tensor, found: list[torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Scores float32 [B], or [B, T] of T tasks; and what the last layer was given, if that is asked
+        for."""
+        scores = self.run(dense, Given(dense.shape[0], given=found))
+        if self._last is None:
+            return scores
+        return scores, self._last.given().float().contiguous()
+
+
+class LastLayer:
+    """What the last linear layer of ``module`` with one output is given, as long as it is not removed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._given: torch.Tensor | None = None
+        self._hooks = [
+            member.register_forward_pre_hook(self._note)
+            for member in module.modules()
+            if getattr(member, "out_features", None) == 1
+        ]
+
+    def _note(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        self._given = given[0]
+
+    def given(self) -> torch.Tensor:
+        """In the latest forward pass, [B, D]. ``UserError`` if there is no such layer."""
+        if self._given is None or self._given.ndim != 2:
+            raise UserError("the model has no last linear layer with one output; leave last_layer out")
+        return self._given
+
+    def remove(self) -> None:
+        """Note nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class ReadsIds(AttributeError):

@@ -367,3 +367,4 @@ class Content(TypedDict):
     retrieval: NotRequired[_Retrieval]
     effects: NotRequired[list[_Effect]]
     shards: NotRequired[_Shards]
+    last_layer: NotRequired[Positive]

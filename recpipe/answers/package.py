@@ -46,7 +46,7 @@ from recpipe.answers.candidates import (
     of_packaged,
     require_of_user,
 )
-from recpipe.answers.effects import packaged_effects
+from recpipe.answers.effects import packaged_effects, takes_last_layer
 from recpipe.answers.encoded import write_encoding
 from recpipe.answers.manifest import RETRIEVAL, PrivateKey, is_package, private_key, write_manifest
 from recpipe.answers.parts import GOLDEN, MAPS, Parts, of_checkpoint, of_package
@@ -194,10 +194,11 @@ def package_for(
         raise UserError(f"{checkpoint} is a package, without training data: leave out popularity=")
     with alone(), quieted(), capture_logs(None, screen=screen):
         with written_alone("", directory, replaces, ("package", str(checkpoint))):
+            last_layer = options.effects is not None and takes_last_layer(options.effects)
             parts = (
                 of_package(checkpoint)
                 if is_package(checkpoint)
-                else of_checkpoint(checkpoint, model, options.weights)
+                else of_checkpoint(checkpoint, model, options.weights, last_layer=last_layer)
             )
             found = of_packaged(checkpoint, parts.content) if is_package(checkpoint) else None
             found = found if options.index is None else of_index(options.index)

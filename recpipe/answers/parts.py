@@ -30,7 +30,7 @@ from recpipe.answers.grown import GrownIds, grown_in
 from recpipe.answers.manifest import read_manifest, versions
 from recpipe.answers.programs import Program
 from recpipe.answers.reference import FILE, figures_of, lookups_in, write_lookups
-from recpipe.answers.score import DEFAULT_ROW, MISSING_KEY
+from recpipe.answers.score import DEFAULT_ROW, LAST_LAYER, MISSING_KEY
 from recpipe.answers.stored import StoredModel
 from recpipe.answers.trained import Trained, open_trained, scored
 from recpipe.checkpoint.manifest import TABLES
@@ -124,9 +124,10 @@ def of_checkpoint(
     model: nn.Module | None,
     weights: str | None = None,
     output: Callable[[Called], Called] = lambda called: called,
+    last_layer: bool = False,
 ) -> Parts:
     """What to write of a checkpoint, quantized or not; ``UserError`` if its model cannot be packaged.
-    ``output``: makes of the model what gives the package's outputs."""
+    ``output``: makes of the model what gives the package's outputs. ``last_layer``: see ``export_dense``."""
     trained = open_trained(checkpoint, model=model, weights=weights)
     schema = trained.schema
     grown = grown_in(trained.directory / TABLES, schema.sparse)
@@ -136,8 +137,8 @@ def of_checkpoint(
     preparation = trained.trained_on.preparation
     lists = None if preparation is None else preparation.lists
     with source.in_float32():
-        dense = export_dense(called, schema, lists)
-    low = export_dense(called, schema, lists).program if source.layers else None
+        dense = export_dense(called, schema, lists, last_layer)
+    low = export_dense(called, schema, lists, last_layer).program if source.layers else None
     # From here on the model has the golden batch's rows, and no others.
     used = _in_use(schema, grown)
     golden = as_batch(schema, golden_inputs(used, dense.alike)).sparse.to_dict()
@@ -151,6 +152,8 @@ def of_checkpoint(
         bound = tolerance(found.scores, LOW_PRECISION)
         programs.append(Program(low, found.scores, bound, low=True))
     content = _content(trained, source, called, dense, grown)
+    if last_layer:
+        content[LAST_LAYER] = dense.width_of_last_layer
 
     def write_tables(folder: Path) -> None:
         for name, table in dense.tables.items():

@@ -39,7 +39,8 @@ MANIFEST, DIGEST, SIGNATURE = "manifest.json", "manifest.sha256", "manifest.sig"
 GOLDEN = "golden.safetensors"
 MISSING_KEY = -(2**63)  # stands for a missing value among keys
 DEFAULT_ROW = 1  # of keys without a row of their own
-INTERCEPT, LAST_LAYER = "intercept", "last_layer"  # inputs of effects that are no columns
+INTERCEPT, LAST_LAYER = "intercept", "last_layer"  # inputs of effects that are no columns; the latter's width
+# is in manifest.json under its name
 MOST_BYTES = 256 * 2**20  # of manifest.json
 LOOSEST = 5e-2  # tolerance of a golden score, relative to the largest one if that is above 1
 
@@ -53,7 +54,11 @@ class Scorer:
     of the golden batch's scores to those of the machine that made the package; 0 if they are equal bit by
     bit. ``mapped``: tables are the files themselves, mapped, so that processes share their memory; else
     copies. ``maps``: by the places of features whose ids got rows as they came, what has these. ``unknown``:
-    how many ids without a row have been scored. ``effects``: what corrects the logits; None: nothing does."""
+    how many ids without a row have been scored. ``effects``: what corrects the logits; None: nothing does.
+    ``last_layer``: what the model's last layer was given for the batch scored last, float32 [B, D], if the
+    programs say it."""
+
+    last_layer: "torch.Tensor | None" = None
 
     def __init__(
         self, directory: "str | os.PathLike[str]" = Path(__file__).parent, mapped: bool = False
@@ -142,7 +147,10 @@ class Scorer:
     def scores(self, dense: torch.Tensor, found: "list[torch.Tensor]") -> torch.Tensor:
         """Scores float32 [B], from dense features and what the lookups have found: of each its pooled rows,
         or its rows and then their numbers for each sample."""
-        return self.program_for(dense.shape[0])(dense, found)
+        program = self.program_for(dense.shape[0])
+        scores = program(dense, found)
+        self.last_layer = program.last_layer
+        return scores
 
     def program_for(self, samples: int) -> "Program":
         """The program that scores batches of so many samples."""
@@ -251,6 +259,7 @@ class Program:
     ) -> None:
         self.about, self.first = about, about["from"]
         self.constants: dict[str, torch.Tensor] = {}
+        self.last_layer: torch.Tensor | None = None
         try:
             self.run = torch._inductor.aoti_load_package(str(directory / about["file"]))
         except RuntimeError as fault:
@@ -276,8 +285,10 @@ class Program:
             dense = dense.clone()  # MKL rounds differently from other addresses
         # What calling self.run does, without its reading of the arguments' structure, which takes 13 us.
         # It reads a tensor's memory from its beginning on, whatever its strides are.
-        scores: torch.Tensor = self.run.loader.boxed_run([dense, *(each.contiguous() for each in found)])[0]
-        return scores
+        scores, *rest = self.run.loader.boxed_run([dense, *(each.contiguous() for each in found)])
+        self.last_layer = rest[0] if rest else None
+        told: torch.Tensor = scores
+        return told
 
 
 def constants_of(file: Path) -> "set[str]":
@@ -482,18 +493,34 @@ class Effects:
         manifest, directory = scorer.manifest, scorer.directory
         self.names = [feature["name"] for feature in manifest["sparse"]]
         self.lookups: dict[str, Lookup] = {}
+        self.keys: list[torch.Tensor] = []
+        """Of each effect the entity of each row, int64 [rows]; those before the first one's are not read."""
         for about in manifest["effects"]:
             for name in about["inputs"]:
                 if name in self.names:
                     found, part = looked_up(manifest, name)
                     self.lookups[name] = scorer.lookup({**found, "parts": [part]}, [name])
             keys = tensors(directory / about["ids"])["records"][:, 0]
-            keys = torch.cat([torch.tensor([MISSING_KEY]), keys])
-            rows = torch.cat([torch.zeros(1).long(), torch.arange(DEFAULT_ROW + 1, len(keys) + 1)])
-            order = keys.argsort()
+            self.keys.append(torch.cat([torch.tensor([MISSING_KEY, MISSING_KEY]), keys]))
             means = tensors(directory / about["file"])["means"]
             place = self.names.index(about["entity"])
-            self.each.append((about, place, RowMap(keys[order], rows[order]), means))
+            self.each.append((about, place, rows_by_key(self.keys[-1]), means))
+
+    def take(
+        self, number: int, rows: torch.Tensor, keys: torch.Tensor, means: torch.Tensor, used: int
+    ) -> None:
+        """Have ``rows`` int64 [n] of the effect of this ``number`` be of the entities ``keys`` int64 [n],
+        with these ``means`` float64 [n, D]; ``used``: how many rows it has from now on. Nothing may be scored
+        meanwhile."""
+        about, place, _, held = self.each[number]
+        after = torch.zeros(used, held.shape[1], dtype=held.dtype)
+        entities = torch.full((used,), MISSING_KEY)
+        kept = min(used, len(held))
+        after[:kept], entities[:kept] = held[:kept], self.keys[number][:kept]
+        after[rows], entities[rows] = means, keys
+        entities[: DEFAULT_ROW + 1] = MISSING_KEY
+        self.keys[number] = entities
+        self.each[number] = about, place, rows_by_key(entities), after
 
     def seen(self, dense: torch.Tensor, bags: "OfFeatures") -> "list[tuple[torch.Tensor, torch.Tensor]]":
         """Of samples, by each effect, the ids int64 [B] of its entities and its inputs float64 [B, D].
@@ -515,6 +542,9 @@ class Effects:
         """One input, float32 [B, W]."""
         if name == INTERCEPT:
             return torch.ones(len(dense), 1)
+        if name == LAST_LAYER:
+            assert self.scorer.last_layer is not None, "the manifest says that programs give it"
+            return self.scorer.last_layer
         if name not in self.names:
             place = self.scorer.manifest["dense"]["names"].index(name)
             return dense[:, place : place + 1]
@@ -535,6 +565,15 @@ class Effects:
                 added += own[:, number] * inputs[:, number]
             corrected = corrected + added
         return corrected.float()
+
+
+def rows_by_key(keys: torch.Tensor) -> RowMap:
+    """The map of the entities of an effect's rows, int64 [rows]."""
+    first = DEFAULT_ROW + 1
+    own = torch.cat([keys[:1], keys[first:]])
+    rows = torch.cat([torch.zeros(1).long(), torch.arange(first, len(keys))])
+    order = own.argsort()
+    return RowMap(own[order], rows[order])
 
 
 def looked_up(manifest: "dict[str, Any]", feature: str) -> "tuple[dict[str, Any], list[str]]":
@@ -727,11 +766,13 @@ def check_effects(directory: Path, manifest: dict[str, Any]) -> None:
         entity, width = about["entity"], 0
         for name in about["inputs"]:
             if name == LAST_LAYER:
-                raise PackageError(
-                    f"{directory}: the effect of '{entity}' takes {LAST_LAYER}, which a compiled model does "
-                    "not give: learn it from dense columns, sparse ones and intercept"
-                )
-            if name in features:
+                if LAST_LAYER not in manifest:
+                    raise PackageError(
+                        f"{directory}: the effect of '{entity}' takes {LAST_LAYER}, which the compiled model "
+                        "does not give: package the checkpoint with effects=RUN"
+                    )
+                width += manifest[LAST_LAYER]
+            elif name in features:
                 _, (_, table) = looked_up(manifest, name)
                 width += manifest["tables"][table]["dimension"]
             elif name in dense or name == INTERCEPT:

@@ -6,30 +6,47 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recpipe_lambda_learner.config import PublishConfig
 from recpipe_lambda_learner.effects import Effects, Seen
 from recpipe_lambda_learner.online import Learner
 from recpipe_lambda_learner.posterior import Learning
+from recpipe_lambda_learner.publish import Publisher, coefficients
 from recpipe_lambda_learner.rows import Keeping
 from safetensors.torch import save_file
 
+from recpipe.answers.delta import Change, Delta, Version, following, write_delta
 from recpipe.answers.effects import (
     FOLDER,
     Learnt,
     LearntEffect,
+    apply_coefficients,
     identity,
     newest_effects,
     packaged_effects,
+    say_learnt,
     write_effects,
 )
-from recpipe.answers.score import MISSING_KEY, Bags, PackageError, RowMap, Scorer, Tables, check_effects
+from recpipe.answers.manifest import write_manifest
+from recpipe.answers.score import (
+    MISSING_KEY,
+    Bags,
+    PackageError,
+    RowMap,
+    Scorer,
+    Tables,
+    check_effects,
+    tensors,
+)
 from recpipe.answers.score import Effects as Packaged
 from recpipe.errors import UserError
 
@@ -140,7 +157,7 @@ def test_a_scorer_adds_what_the_task_computed_bit_for_bit(learnt: tuple[Path, Ef
         "files": {n: "" for own in small.manifest["effects"] for n in (own["ids"], own["file"])},
     }
     for inputs, why in (
-        (["last_layer"], "last_layer, which a compiled model"),
+        (["last_layer"], "last_layer, which the compiled model"),
         (["z"], "'z', which is no column"),
     ):
         wrong = {**content, "effects": [{**content["effects"][0], "inputs": inputs}]}
@@ -150,6 +167,125 @@ def test_a_scorer_adds_what_the_task_computed_bit_for_bit(learnt: tuple[Path, Ef
         check_effects(
             folder, {**content, "effects": [{**content["effects"][0], "file": content["effects"][1]["file"]}]}
         )
+
+
+def test_the_last_layer_is_an_input_where_the_programs_give_it(
+    learnt: tuple[Path, Effects, Small],
+) -> None:
+    folder, _, small = learnt
+    about = {**small.manifest["effects"][1], "inputs": ["last_layer"], "width": 1}  # of item, by one number
+    content = {**small.manifest, "effects": [about], "last_layer": 1}
+    check_effects(folder, {**content, "files": {about["ids"]: "", about["file"]: ""}})
+    dense, items, users = samples(np.random.default_rng(5), 10)
+    own, plain = Small(folder, content), Small(folder, {**small.manifest, "effects": []})
+    own.last_layer = dense[:, :1] * 3
+    lengths = torch.ones(20, dtype=torch.int64)
+    found, logits = (each(dense, torch.cat([items, users]), lengths).double() for each in (own, plain))
+    rows, means = own.effects.each[0][2], own.effects.each[0][3]
+    wanted = logits + means[rows(items), 0] * (dense[:, 0] * 3).double()
+    assert torch.equal(found.float(), wanted.float())
+    assert (found - logits).abs().max() > 0.01
+
+
+def test_coefficients_of_a_delta_are_taken_and_undone(
+    learnt: tuple[Path, Effects, Small], tmp_path: Path
+) -> None:
+    folder, effects, small = learnt
+    rng, live = (
+        np.random.default_rng(6),
+        Effects({own.name: own.width for own in effects.each}, effects.each[0].how, Keeping(100)),
+    )
+    live.load(newest_effects(folder / "run")[0])
+    asked = samples(rng, 30)
+
+    def scores() -> torch.Tensor:
+        dense, items, users = asked
+        return small(dense, torch.cat([items, users]), torch.ones(60, dtype=torch.int64))
+
+    before, version = scores(), Version("b" * 64, 0, "b" * 64, 7)
+    for effect in live.each:
+        effect.noted = []
+    seen = drawn(rng, live)
+    seen[0].entities[:3] = [400, 2**50, MISSING_KEY]  # some that have no row yet
+    live.learn(seen, np.ones(40), np.ones(40), np.zeros(40))
+    changed = {e.name: coefficients(e, np.unique(np.concatenate(e.noted or []))) for e in live.each}
+    delta = write_delta(tmp_path, version, Change(7, 2.0, 1.0, {}, {}, {}, effects=changed, learnt=5))
+    delta = Delta.read(delta.directory)
+    assert delta.content["schema"] == 2
+    numbers = {about["entity"]: n for n, about in enumerate(small.manifest["effects"])}
+    undone = []
+    for entity, own in delta.coefficients(small.manifest):
+        held, rows = small.effects, torch.from_numpy(own.rows)
+        there = rows[rows < len(held.each[numbers[entity]][3])]
+        means, keys = held.each[numbers[entity]][3], held.keys[numbers[entity]]
+        undone.append((numbers[entity], there, keys[there], means[there], len(means)))
+        keys, means = (torch.from_numpy(each.copy()) for each in (own.records[:, 0], own.parts["means"]))
+        held.take(numbers[entity], rows, keys, means, own.used)
+    np.testing.assert_array_equal(scores().numpy(), wanted(live, small, *asked).astype(np.float32))
+    assert not torch.equal(scores(), before)
+    for step in undone:
+        small.effects.take(*step)
+    assert torch.equal(scores(), before)
+    with pytest.raises(UserError, match="has other coefficients than the package's effect of 'user'"):
+        [*delta.coefficients({"effects": [{**small.manifest["effects"][0], "width": 9}]})]
+
+
+def test_a_publisher_goes_on_with_a_chain_wherever_its_own_state_is(
+    learnt: tuple[Path, Effects, Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base and deltas have the bits of what has learnt, also after it was killed and has fallen behind."""
+    folder, _, small = learnt
+    shutil.copytree(folder / FOLDER, tmp_path / "fresh" / "base.recpipe" / FOLDER)
+    base = tmp_path / "fresh" / "base.recpipe"
+    for own, whole in zip(small.manifest["effects"], newest_effects(folder / "run")[1].effects, strict=True):
+        assert own["entity"] == whole.entity
+    content = {**small.manifest, "step": 7}
+    write_manifest(base, content)
+    monkeypatch.setattr("recpipe_lambda_learner.publish.read_manifest", lambda file: content)
+    told = newest_effects(base / FOLDER)[1]
+
+    def begun() -> tuple[Effects, Publisher]:
+        how = Learning(told.ridge, told.keep, "full")
+        live = Effects({own.entity: own.width for own in told.effects}, how, Keeping(100))
+        live.load(newest_effects(base / FOLDER)[0])
+        return live, Publisher(PublishConfig(dir=str(tmp_path / "fresh"), every=1), live, told)
+
+    def learn(live: Effects, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        live.learn(drawn(rng, live, 10), (rng.random(10) < 0.5).astype(float), np.ones(10), np.zeros(10))
+
+    live, publisher = begun()
+    publisher.publish(4)
+    assert publisher.written == 0, "nothing differs"
+    for number in range(3):
+        learn(live, number)
+        publisher.publish(5 + number)
+    with pytest.raises(UserError, match="another run publishes there"):
+        begun()
+    publisher.close()
+    live, publisher = begun()  # from where the base is
+    learn(live, 0)
+    publisher.publish(5)
+    assert publisher.version.sequence == 4
+    publisher.close()
+    held = {own["entity"]: shutil.copytree(base, tmp_path / own["entity"]) for own in content["effects"]}
+    for delta in following(tmp_path / "fresh", Version.of_package(base, content)):
+        for entity, changed in delta.coefficients(content):
+            (about,) = [own for own in content["effects"] if own["entity"] == entity]
+            apply_coefficients(held[entity], about, changed)
+    live.save(tmp_path)
+    for about in content["effects"]:
+        for key in ("ids", "file"):
+            places = held[about["entity"]] / about[key], tmp_path / Path(about[key]).name
+            mine, right = map(tensors, places)
+            assert mine.keys() == right.keys()
+            for name, value in right.items():
+                assert mine[name].numpy().tobytes() == value.numpy().tobytes(), (about["entity"], name)
+    say_learnt(base, 5)
+    assert newest_effects(base / FOLDER)[1].number == 5
+    other = replace(told, precision="diagonal")
+    with pytest.raises(UserError, match="has not the effects that this stream goes on with"):
+        Publisher(PublishConfig(dir=str(tmp_path / "fresh")), live, other)
 
 
 @contextmanager

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recpipe.answers.delta import Delta
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError
 from recpipe.model.scores import Kind
+from recpipe_serve.batching.corrected import Corrected
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import bad
@@ -55,8 +58,9 @@ class Counts:
 class Follower:
     """Follows the deltas in ``config.follow`` for the server of ``versions``.
 
-    ``use``: lets a scorer answer from the next batch on, with the digest of its version. ``drained``: waits
-    until no batch is scored any more that was taken before. ``kinds``: of the outputs.
+    ``use``: lets a scorer answer from the next batch on, with the digest of its version, and by feature the
+    rows by which it differs from the one before (None: in more than rows). ``drained``: waits until no batch
+    is scored any more that was taken before. ``kinds``: of the outputs.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Follower:
         config: ServeConfig,
         versions: Versions,
         kinds: Mapping[str, Kind],
-        use: Callable[[RequestScorer, str], None],
+        use: Callable[[RequestScorer, str, Mapping[int, torch.Tensor] | None], None],
         drained: Callable[[], asyncio.Future[None]],
     ) -> None:
         assert config.follow is not None, "it is asked for"
@@ -82,7 +86,10 @@ class Follower:
     def begin(self, versions: Versions) -> None:
         """Go on from ``versions``, of which the one that answers does already."""
         self.versions = versions
-        self._requests = [RequestScorer(scorer) for scorer in versions.scorers]
+        self._requests = [
+            RequestScorer(scorer, None if scorer.effects is None else Corrected(scorer.effects))
+            for scorer in versions.scorers
+        ]
 
     @property
     def answering(self) -> RequestScorer:
@@ -147,10 +154,11 @@ class Follower:
         return latest
 
     def _swap(self) -> None:
-        versions = self.versions
+        versions, before = self.versions, self.versions.served
         versions.swap()
+        changed = versions.changed_since(before)
         versions.forget()
-        self.use(self.answering, versions.version.of.digest[:12])
+        self.use(self.answering, versions.version.of.digest[:12], changed)
 
     async def go_to(self, sequence: int | None) -> None:
         """Let the version of delta ``sequence`` answer (0: the base), and stay there; None: go on following.

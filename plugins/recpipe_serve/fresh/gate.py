@@ -106,14 +106,20 @@ class Gate:
 
     def _scored(self, scorer: RequestScorer, recent: Sequence[Answered]) -> Floats:
         found, batch, samples = [], list[Asked](), 0
+
+        def score() -> None:
+            dense, sides = together(batch)
+            scores = scorer(dense, sides).numpy()
+            found.append(scores if scorer.correct is None else scorer.correct(batch, dense, scores))
+
         for one in recent:
             batch.append(one.asked)
             samples += one.asked.samples
             if samples >= self.config.batch:
-                found.append(scorer(*together(batch)).numpy())
+                score()
                 batch, samples = [], 0
         if batch:
-            found.append(scorer(*together(batch)).numpy())
+            score()
         joined: Floats = np.concatenate([one.reshape(len(one), -1) for one in found])
         return joined
 

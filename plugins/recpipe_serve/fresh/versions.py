@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,20 +27,36 @@ PAUSE = 5e-4
 """Seconds in which they may."""
 
 
+class Coefficients(NamedTuple):
+    """Rows of an effect."""
+
+    rows: torch.Tensor
+    """int64 [n]."""
+    keys: torch.Tensor
+    """Their entities, int64 [n]."""
+    means: torch.Tensor
+    """float64 [n, D]."""
+    used: int
+    """How many rows the effect has."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What brings a scorer from one version to the next one, or back. ``rows``: by table ids int64 [n] and
-    rows uint8 [n, bytes]; ``maps``: by the manifest's names; ``dense``: parameters by name."""
+    rows uint8 [n, bytes]; ``maps``: by the manifest's names; ``dense``: parameters by name; ``effects``: by
+    the number of an effect what ``Effects.take`` takes."""
 
     rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     maps: Mapping[str, RowMap]
     dense: Mapping[str, torch.Tensor]
+    effects: Mapping[int, Coefficients] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """The memory that it takes."""
         own = [each for pair in self.rows.values() for each in pair]
         own += [each for found in self.maps.values() for each in (found.keys, found.rows)]
+        own += [each for found in self.effects.values() for each in found[:3]]
         return sum(each.nbytes for each in (*own, *self.dense.values()))
 
 
@@ -82,7 +99,16 @@ class FreshScorer(Scorer):
         rows = {name: (ids, self.rows_of_table(name)[ids]) for name, (ids, _) in step.rows.items()}
         maps = {name: self.named_maps[name] for name in step.maps}
         dense = {name: self.parameters[name] for name in step.dense}
-        return Step(rows, maps, dense)
+        return Step(
+            rows, maps, dense, {n: self._coefficients(n, own.rows) for n, own in step.effects.items()}
+        )
+
+    def _coefficients(self, number: int, rows: torch.Tensor) -> Coefficients:
+        """Those of ``rows`` of an effect, as far as it has them."""
+        assert self.effects is not None, "the delta fits"
+        means, keys = self.effects.each[number][-1], self.effects.keys[number]
+        rows = rows[rows < len(means)]
+        return Coefficients(rows, keys[rows], means[rows], len(means))
 
     def take(self, step: Step) -> None:
         """Change to what ``step`` leads to."""
@@ -96,6 +122,9 @@ class FreshScorer(Scorer):
         self.named_maps |= step.maps
         sparse = enumerate(self.manifest["sparse"])
         self.maps = {place: self.named_maps[f["map"]] for place, f in sparse if "map" in f}
+        for number, coefficients in step.effects.items():
+            assert self.effects is not None, "the delta fits"
+            self.effects.take(number, *coefficients)
         if step.dense:
             self.parameters |= step.dense
             for program in self.programs:
@@ -166,6 +195,7 @@ class Versions:
     def _step_of(self, delta: Delta, scorer: FreshScorer) -> Step:
         """What ``delta`` changes, in memory: its files may go."""
         manifest = scorer.manifest
+        delta.require_one_kind(manifest)
         dense = delta.dense(scorer.parameters)
         held = scorer.parameters
         moved = {name: v.clone() for name, v in dense.items() if not same_bits(v, held[name])}
@@ -176,7 +206,14 @@ class Versions:
         for name, keys, own in delta.ids(manifest):
             before = scorer.named_maps[name]
             maps[name] = RowMap(*with_ids(before.keys, before.rows, keys, own))
-        return Step(rows, maps, moved)
+        numbers = {about["entity"]: n for n, about in enumerate(manifest.get("effects", ()))}
+        effects = {}
+        for entity, own in delta.coefficients(manifest):
+            rows_of, keys, means = (
+                torch.from_numpy(each.copy()) for each in (own.rows, own.records[:, 0], own.parts["means"])
+            )
+            effects[numbers[entity]] = Coefficients(rows_of, keys, means, own.used)
+        return Step(rows, maps, moved, effects)
 
     def move(self, place: int) -> None:
         """Bring the waiting scorer to the version at ``place``."""
@@ -193,6 +230,35 @@ class Versions:
         """Let the waiting scorer answer from now on; between two batches."""
         self.front = 1 - self.front
         self.served = self._at[self.front]
+
+    def changed_since(self, place: int) -> dict[int, torch.Tensor] | None:
+        """By the places of features the rows int64 [n] by which the version that answers differs from the
+        earlier one at ``place``; None if it is no earlier one, or differs in more than rows."""
+        kept = self.kept[place + 1 : self.served + 1]
+        steps = [one.forward for one in kept]
+        if place > self.served or any(step is None or step.dense or step.maps for step in steps):
+            return None
+        names = [f["name"] for f in self.answering.manifest["sparse"]]
+        tables = {t for step in steps if step is not None for t in step.rows}
+        rows = {
+            table: torch.cat([step.rows[table][0] for step in steps if step and table in step.rows])
+            for table in tables
+        }
+        found: dict[int, list[torch.Tensor]] = {}
+        for about in self.answering.manifest["lookups"]:
+            for feature, table in about["parts"]:
+                if table in rows:
+                    found.setdefault(names.index(feature), []).append(rows[table])
+        for n, about in enumerate(self.answering.manifest.get("effects", ())):
+            own = [step.effects[n].keys for step in steps if step and n in step.effects]
+            own += [
+                one.backward.effects[n].keys for one in kept if one.backward and n in one.backward.effects
+            ]
+            if own:
+                found.setdefault(names.index(about["entity"]), []).extend(own)
+        if any("map" in self.answering.manifest["sparse"][place] for place in found):
+            return None  # entities are keys there, and not rows
+        return {feature: torch.cat(own).unique() for feature, own in found.items()}
 
     def forget(self) -> None:
         """Let versions go beyond ``most``, the oldest ones first, which both scorers have passed."""
@@ -211,11 +277,6 @@ class Versions:
 
 def require_followable(scorer: Scorer) -> None:
     """``UserError`` for packages whose other parts would not follow."""
-    if "effects" in scorer.manifest:
-        raise UserError(
-            f"{scorer.directory} has effects, which correct the model as it was when they were learnt, and "
-            "deltas would change it under them: serve it without follow="
-        )
     if "retrieval" in scorer.manifest and scorer.maps:
         raise UserError(
             f"{scorer.directory} finds candidates by ids that grow (rows: dynamic), whose rows would change "

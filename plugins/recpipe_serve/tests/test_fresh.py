@@ -115,7 +115,9 @@ def test_each_version_has_the_bits_of_its_package_forwards_and_backwards(
     for number in range(1, DELTAS + 1):
         versions.add(Delta.read(deltas / f"delta-{number:08d}"))
         assert torch.equal(*scores_of([versions.answering], asked), known[number - 1]), "it still answers"
+        before = versions.served
         versions.swap()
+        assert versions.changed_since(before) is None, "its dense part is another one"
         assert torch.equal(*scores_of([versions.answering], asked), known[number])
     for number in (0, 3, 1, DELTAS):
         versions.move(number)
@@ -124,6 +126,25 @@ def test_each_version_has_the_bits_of_its_package_forwards_and_backwards(
     files = [file for file in base.rglob("*") if file.is_file()]
     assert files, "the package itself is as it was"
     score.verified(base)
+
+
+def test_of_deltas_with_rows_alone_it_is_known_which_features_have_others(base: Path, tmp_path: Path) -> None:
+    version, manifest = Version.of_package(base, read_manifest(base)), read_manifest(base)
+    versions = Versions(base, 8)
+    for ids in ([3, 7], [7, 40]):
+        rows = torch.zeros(2, 4 * manifest["tables"]["a"]["dimension"], dtype=torch.uint8)
+        change = Change(version.step + 1, 0.0, 0.0, {"a": (np.array(ids), "fp32", rows)}, {}, {})
+        delta = write_delta(tmp_path, version, change)
+        version = delta.version
+        versions.add(delta)
+    versions.swap()
+    (place,) = [n for n, own in enumerate(manifest["sparse"]) if own["name"] == "a"]
+    changed = versions.changed_since(0)
+    assert changed is not None
+    assert {own: ids.tolist() for own, ids in changed.items()} == {place: [3, 7, 40]}
+    versions.move(1)
+    versions.swap()
+    assert versions.changed_since(2) is None, "of what is undone all may be other"
 
 
 def test_versions_that_are_too_many_go_and_the_rest_are_as_they_were(
@@ -152,7 +173,7 @@ class Served:
         self.follower = Follower(config, versions, {"score": "clicks"}, self._use, self._drained)
         self.server.follow(self.follower)
 
-    def _use(self, scorer: RequestScorer, package: str) -> None:
+    def _use(self, scorer: RequestScorer, package: str, changed: object) -> None:
         self.server.use(scorer, self.server.manifest, package)
 
     def _drained(self) -> asyncio.Future[None]:

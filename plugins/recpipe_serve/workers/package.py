@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from recpipe.answers import score
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL, read_manifest
@@ -225,10 +227,15 @@ class ServedPackage:
         if self.rows is not None:
             self.rows.close()  # which ends a change-over to another package
 
-    def _use(self, scorer: RequestScorer, package: str) -> None:
-        """Let another version of the package answer."""
+    def _use(
+        self, scorer: RequestScorer, package: str, changed: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Let another version of the package answer; ``changed``: by the places of features the rows in which
+        alone it differs from the one before."""
         server = self.server
-        if self.answers is not None:
+        if self.answers is not None and changed is not None:
+            self.answers.changed(scorer.scorer, {place: rows.numpy() for place, rows in changed.items()})
+        elif self.answers is not None:
             self.answers.begin(scorer.scorer)
         own = (server.preparation, scorer.scorer.maps, server.candidates)
         server.use(scorer, server.manifest, package, *own)
@@ -289,7 +296,8 @@ class ServedPackage:
             )
         made = imported_from("recpipe_lambda_learner.online:Learner")
         place = None if config.learnt is None else Path(config.learnt).expanduser() / loaded.package
-        return replace(loaded, learner=made(self.directory, place, config.kept, config.learn_seconds))
+        how = config.kept, config.learn_seconds, config.learn_store
+        return replace(loaded, learner=made(self.directory, place, *how))
 
     def _require_same(self, manifest: dict[str, Any]) -> None:
         require_same(self.directory, self.loaded.scorer.manifest, manifest)

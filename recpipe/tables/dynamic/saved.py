@@ -84,6 +84,25 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     return told, tensors
 
 
+def patch_map(
+    file: Path, rows: NDArray[np.int64], records: NDArray[np.int64], used: int, now: int, figures: Figures
+) -> None:
+    """Have a saved map's ``rows`` int64 [n] be of other ids: ``records`` int64 [n, 2], key and state, which
+    the file has from ``FIRST_ROW`` on. ``used``, ``now`` and ``figures``: see ``Content``. ``UserError`` if
+    it is damaged."""
+    try:
+        told, tensors = _read(file)
+    except _FAULTS as fault:
+        raise UserError(f"{file} is damaged ({fault}): use another checkpoint") from fault
+    grown = np.zeros((used - FIRST_ROW, 2), np.int64)
+    kept = min(used, told["used"]) - FIRST_ROW
+    grown[:kept] = tensors["records"][:kept]
+    of_ids = rows >= FIRST_ROW
+    grown[rows[of_ids] - FIRST_ROW] = records[of_ids]
+    told |= {"used": used, "now": now, "figures": asdict(figures)}
+    save_file({**tensors, "records": grown}, file, {"recpipe": json.dumps(told)})
+
+
 def saved_keys(directory: Path) -> dict[str, NDArray[np.int64]]:
     """Of each table that grows in a checkpoint's tables, the keys of its rows from ``FIRST_ROW`` on, int64
     [n]; ``UserError`` for a damaged file."""
