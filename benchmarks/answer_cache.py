@@ -1,15 +1,16 @@
 """What a cache of answers by approximate keys gains a server, on a trace of customers who come back.
 
-    python benchmarks/answer_cache.py --data online_retail.parquet [--rounds 2] [--http] [--write]
+    python benchmarks/answer_cache.py --data online_retail.parquet [--only NAME ...] [--http] [--write]
 
-DLRM is trained for some steps on two years of a wholesaler's invoices, by article, price, customer, country
-and the age of the invoice, and packaged. A request is an invoice at its time: its customer, country and age
-beside the 256 articles at a price that come most often. A customer who comes back has another age, so that
-few requests are equal.
+Models of three sizes are trained for some steps on two years of a wholesaler's invoices, by article, price,
+customer, country and the age of the invoice, and packaged. A request is an invoice at its time: its customer,
+country and age beside the 100 articles at a price that come most often (of ``candidates`` beside 100 of the
+300 that do, drawn anew for each request by how often they come). A customer who comes back has another age,
+so that few requests are equal.
 ``recpipe answer-cache`` replays the trace in this process: the model alone, exact and approximate keys, and
-similarity caching (FAISS), whose radius is chosen knowing its true error. ``--http``: the same trace, each
-request once and in order, over 16 connections to ``recpipe serve`` with and without the plugin, and at half
-of the rate without it.
+similarity caching (FAISS), whose radius is chosen knowing its true error. ``--http``: the trace of the first
+case, each request once and in order, over 16 connections to ``recpipe serve`` with and without the plugin,
+and at half of the rate without it.
 ``--write``: the figures into benchmarks/results/answer_cache.json. A C++ compiler and
 recpipe[retrieval,serve] are needed.
 """
@@ -24,6 +25,8 @@ import signal
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -45,39 +48,77 @@ FEATURES: list[dict[str, Any]] = [
 ]
 RULES = "[{feature: InvoiceDate_age, by: round, size: 0.5}]"
 """The logarithm of days."""
-ITEMS, CANDIDATES, PORT = ("StockCode", "UnitPrice"), 256, 8790
+ITEMS, CANDIDATES, PORT = ("StockCode", "UnitPrice"), 100, 8790
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how its trace is replayed."""
+
+    model: tuple[str, ...]
+    requests: int
+    trace: tuple[str, ...] = ()
+    knobs: tuple[str, ...] = ()
+
+
+KAGGLE = ("model.bottom=[512,256,64]", "model.top=[512,256]")
+"""DLRM as its authors have it for Criteo's Kaggle data."""
+CASES = {
+    "DLRM": Case(KAGGLE, 10_000),
+    "DLRM-DCN": Case(
+        (
+            *("model=dlrm_dcn", "model.embedding_dim=64", "model.bottom=[512,256]"),
+            *("model.top=[1024,512,256]", "model.cross_rank=128"),
+        ),
+        5_000,
+        ("similar=false",),
+    ),
+    "DLRM, small": Case((), 10_000),
+    "candidates": Case(
+        KAGGLE,
+        5_000,
+        ("pool=300", "similar=false"),
+        ("plugins.answer_cache.unit=candidate", "plugins.answer_cache.capacity=1000000"),
+    ),
+}
 
 
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Online Retail II as parquet")
-    parser.add_argument("--requests", type=int, default=30_000)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--requests", type=int, help="of each trace, in the place of its own number")
     parser.add_argument("--steps", type=int, default=400, help="of training (default 400)")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--bounds", type=float, nargs="+", default=[0.005, 0.02])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--bounds", type=float, nargs="+", default=[0.005])
     parser.add_argument("--write", action="store_true", help="keep the figures")
     parser.add_argument("--http", action="store_true", help="through recpipe serve, too")
     options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found: dict[tuple[str, float], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run, package = packaged(folder, options.data, options.steps)
-        found: dict[float, dict[str, Any]] = {}
-        for bound in options.bounds:
-            words = [
-                f"requests={options.requests}",
-                f"rounds={options.rounds}",
-                f"hydra.run.dir={folder}/{bound}",
-            ]
-            found[bound] = replayed(run, package, bound, words)
+        made: dict[tuple[str, ...], tuple[Path, Path]] = {}
+        for case in options.only:
+            own = CASES[case]
+            folder = Path(name) / str(len(made))
+            if own.model not in made:
+                folder.mkdir()
+                made[own.model] = packaged(folder, options.data, options.steps, own.model)
+            run, package = made[own.model]
+            for bound in options.bounds:
+                words = [f"requests={options.requests or own.requests}", f"rounds={options.rounds}"]
+                words += [f"hydra.run.dir={name}/{case} {bound}".replace(" ", "_"), *own.trace]
+                found[case, bound] = replayed(run, package, words, [*knobs(bound), *own.knobs])
         if options.write:
             write(found, options)
         if options.http:
-            served(folder, run, package, options)
+            case = CASES[options.only[0]]
+            served(Path(name), *made[case.model], options, options.requests or case.requests)
     return 0
 
 
-def packaged(folder: Path, data: Path, steps: int) -> tuple[Path, Path]:
+def packaged(folder: Path, data: Path, steps: int, model: Sequence[str]) -> tuple[Path, Path]:
     """A trained run and its package."""
     import recpipe
 
@@ -85,6 +126,7 @@ def packaged(folder: Path, data: Path, steps: int) -> tuple[Path, Path]:
     (folder / "features.yaml").write_text(json.dumps(features | {"unread": ["InvoiceNo"]}))
     words = ["experiment=online_retail", f"data.path={data}", f"data.features={folder}/features.yaml"]
     words += [f"data.cache_dir={folder}/cache", f"trainer.max_steps={steps}", "trainer.logger=null"]
+    words += model
     usual = ["trainer.eval_every=1.0", "trainer.limit_val_batches=4"]
     recpipe.train(None, None, *words, *usual, output=folder / "run", quiet=True).close()
     return folder / "run", recpipe.package(folder / "run", folder / "m.recpipe", reference=False, quiet=True)
@@ -95,7 +137,7 @@ def knobs(bound: float) -> list[str]:
     return [f"plugins.answer_cache.{key}={value}" for key, value in own.items()]
 
 
-def replayed(run: Path, package: Path, bound: float, words: list[str]) -> dict[str, Any]:
+def replayed(run: Path, package: Path, words: list[str], own: list[str]) -> dict[str, Any]:
     """In this process."""
     from recpipe_answer_cache.command import compare_caches
 
@@ -105,14 +147,15 @@ def replayed(run: Path, package: Path, bound: float, words: list[str]) -> dict[s
         "visit=[InvoiceNo]",
         "time=InvoiceDate",
     ]
-    return compare_caches(run, [f"package={package}", *trace, *words, *knobs(bound)])
+    return compare_caches(run, [f"package={package}", *trace, *words, *own])
 
 
-def write(found: dict[float, dict[str, Any]], options: argparse.Namespace) -> None:
+def write(found: dict[tuple[str, float], dict[str, Any]], options: argparse.Namespace) -> None:
     """The figures of the replays, as docs/tables.py reads them."""
     from recpipe.report.environment import environment
 
     columns = {
+        "model": None,
         "bound": None,
         "answered by": None,
         "requests/s": "{:,.0f}",
@@ -124,14 +167,16 @@ def write(found: dict[float, dict[str, Any]], options: argparse.Namespace) -> No
         "other top 10": "{:.1%}",
     }
     rows = []
-    for bound, told in found.items():
+    seen: set[tuple[str, str]] = set()
+    for (case, bound), told in found.items():
         for way in told["ways"]:
             alone = way["name"] in ("model", "exact")  # the same at every bound
-            if alone and bound != next(iter(found)):
+            if alone and (case, way["name"]) in seen:
                 continue
+            seen.add((case, way["name"]))
             times = [way["rate"][0], way["over_model"], way["processor_ms"], way["p99_ms"]]
             answered = [1 - way["inferred"], way["errors"]["score"], way["errors"]["top_k"]]
-            rows.append(["" if alone else f"{bound:.1%}", way["name"], *times, *answered])
+            rows.append([case, "" if alone else f"{bound:.1%}", way["name"], *times, *answered])
     result = {
         "title": "A cache of answers on a trace of returning customers",
         "command": f"python benchmarks/answer_cache.py --data FILE --rounds {options.rounds}",
@@ -146,9 +191,9 @@ def write(found: dict[float, dict[str, Any]], options: argparse.Namespace) -> No
     target.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def served(folder: Path, run: Path, package: Path, options: argparse.Namespace) -> None:
+def served(folder: Path, run: Path, package: Path, options: argparse.Namespace, count: int) -> None:
     """Through HTTP."""
-    requests = bodies(run, package, options.requests)
+    requests = bodies(run, package, count)
     ways = {"model": [], **{f"bound {b}": ["+plugin=answer_cache", *knobs(b)] for b in options.bounds}}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     tails: dict[str, list[float]] = {name: [] for name in ways}

@@ -56,7 +56,7 @@ KINDS = {
     "Plugin": ["contribute"],
     "ModelQuantizer": ["quantize"],
     "RowServer": ["close", "counted", "scorer"],
-    "AnswerServer": ["begin", "close", "counted", "find", "keep", "told"],
+    "AnswerServer": ["begin", "changed", "close", "completed", "counted", "find", "keep", "lacking", "told"],
 }
 EXPORTS = [
     "Context",

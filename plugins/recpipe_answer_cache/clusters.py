@@ -69,12 +69,12 @@ class UserClusters:
     """
 
     def __init__(self, scorer: Scorer, keys: Keys) -> None:
-        rule = keys.rule_of(keys.clustered[0])
+        rule = keys.rule_of(keys.of_clusters[0])
         self._counts = {
             level: int(rule.at(level, keys.levels)) for level in range(rule.first, keys.levels + 1)
         }
         self._finest = rule.first
-        self._features = keys.clustered
+        self._features = keys.of_clusters
         self.use(scorer)
         self._seen: list[Floats] = []
         self._enough = min(MOST_SEEN, SAMPLE * self._counts[self._finest])

@@ -24,12 +24,13 @@ from recpipe.common.console import log, show
 from recpipe.common.validation import Count, FilePath, Positive, Text, no_value
 from recpipe.errors import UserError
 from recpipe.tasks.process import interrupt_on_sigterm, prepare_process
-from recpipe_answer_cache.cache import AnswerCache
+from recpipe_answer_cache.cache import Cache, InFront
+from recpipe_answer_cache.candidates import made_cache
 from recpipe_answer_cache.clusters import UserClusters
 from recpipe_answer_cache.config import CacheConfig
 from recpipe_answer_cache.control import Setting
 from recpipe_answer_cache.plugin import ApproximateKeys
-from recpipe_answer_cache.replay import InFront, Replayed, policy_hits, replay, true_errors
+from recpipe_answer_cache.replay import Replayed, policy_hits, replay, true_errors
 from recpipe_answer_cache.similar import SimilarityCache
 from recpipe_answer_cache.trace import Trace, made_trace, rows_of
 
@@ -49,7 +50,10 @@ class ReplayOptions:
     items: tuple[Text, ...] = ()
     """The features of a candidate; the others are the user's. (): each row is a request of one sample."""
     candidates: Positive = 64
-    """Those that come most often among the rows; each request asks for them all."""
+    """Of a request: those that come most often among the rows."""
+    pool: Positive | None = None
+    """Each request asks for some of so many that come most often, drawn by how often they do; None: all ask
+    for the same."""
     visit: tuple[Text, ...] = ()
     """Rows that follow each other and are alike in these columns are one request."""
     time: Text | None = None
@@ -58,10 +62,12 @@ class ReplayOptions:
     """At most so many."""
     skip: Count = 0
     """Requests at the data's beginning that are left out."""
+    warm: Count = 0
+    """Of these, the first ones fill the caches and are not measured."""
     rounds: Positive = 1
     """Passes over the trace by each way in turn; times are their medians."""
     similar: bool = True
-    """Whether similarity caching is compared, which needs FAISS."""
+    """Whether similarity caching is compared, which needs FAISS, and the same candidates in each request."""
 
 
 def answer_cache_command(words: Sequence[str]) -> int:
@@ -99,7 +105,9 @@ def compare_caches(checkpoint: Path, words: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"package={options.package} is of another checkpoint than {trained.directory}")
         rows = rows_of(trained, options.visit, options.time, options.requests, options.skip)
         features = Features(scorer.manifest, max(options.candidates, 1), scorer.maps)
-        trace = made_trace(trained.schema, features, rows, options.items, options.candidates)
+        trace = made_trace(trained.schema, features, rows, options.items, options.candidates, options.pool)
+        if options.warm >= len(rows):
+            raise UserError(f"warm={options.warm}: the trace has {len(rows):,} requests, and none is left")
         log.info(
             "%s requests of %s samples, by %s different users",
             *(f"{len(trace.asked):,}", trace.asked[0].samples, f"{trace.users:,}"),
@@ -119,6 +127,7 @@ class Comparison:
         self.score = RequestScorer(scorer)
         self.model: Replayed = replay(self.score, trace.asked, None)
         """What the model alone answers."""
+        self._known = self.model.answers[: options.warm]
         self._now = 0.0
 
     def told(self) -> dict[str, Any]:
@@ -129,9 +138,12 @@ class Comparison:
             "approximate": lambda: self.cache(self.config),
         }
         settled = self.settled()
-        if settled.level:
+        if settled.level and not self._known:
             makes["approximate, settled"] = lambda: self.cache(self.config, settled)
-        if self.options.similar:
+        if self.config.unit == "candidate":
+            whole = replace(self.config, unit="request")
+            makes["approximate, whole requests"] = lambda: self.cache(whole)
+        if self.options.similar and self.options.pool is None:
             radius = self.radius()
             makes["similar"] = lambda: SimilarityCache(self.scorer, self.trace.user, radius)
         passes: dict[str, list[Replayed]] = {name: [] for name in makes}
@@ -139,7 +151,7 @@ class Comparison:
         for _ in range(self.options.rounds):
             for name, make in makes.items():
                 last[name] = make()
-                passes[name].append(replay(self.score, self.trace.asked, last[name], self._at))
+                passes[name].append(self._replayed(last[name]))
         ways = [self._way(name, passes[name], last[name]) for name in makes]
         for own, way in zip(passes.values(), ways, strict=True):
             ratios = [one.rate / base.rate for one, base in zip(own, passes["model"], strict=True)]
@@ -157,11 +169,11 @@ class Comparison:
             "policies": [asdict(one) for one in self._policies(settled.level)],
         }
 
-    def cache(self, config: CacheConfig, fixed: Setting | None = None) -> AnswerCache:
+    def cache(self, config: CacheConfig, fixed: Setting | None = None) -> Cache:
         """A cache whose clock is the trace's, if it has one."""
         clock = monotonic if self.trace.times is None else lambda: self._now
-        made = AnswerCache(config, self.scorer.manifest, fixed=fixed, clock=clock)
-        if made.keys.clustered:
+        made = made_cache(config, self.scorer.manifest, fixed=fixed, clock=clock)
+        if made.keys.of_clusters:
             made.keys.clusters = UserClusters(self.scorer, made.keys)
         return made
 
@@ -172,21 +184,22 @@ class Comparison:
     def settled(self) -> Setting:
         """The setting that the controller ends with."""
         cache = self.cache(self.config)
-        replay(self.score, self.trace.asked, cache, self._at)
+        self._replayed(cache)
         return cache.controller.setting
+
+    def _replayed(self, cache: InFront | None) -> Replayed:
+        return replay(self.score, self.trace.asked, cache, self._at, self._known)
 
     def radius(self) -> float:
         """Of the radii that are tried the largest one whose true error is within the bound: nobody knows that
         error beforehand, which is to similarity caching's advantage."""
         probe = SimilarityCache(self.scorer, self.trace.user, -1.0)
-        replay(self.score, self.trace.asked, probe)
+        self._replayed(probe)
         best = 0.0
         for radius in sorted(
             {0.0, *np.quantile(probe.nearest, QUANTILES).tolist()} if probe.nearest else {0.0}
         ):
-            found = replay(
-                self.score, self.trace.asked, SimilarityCache(self.scorer, self.trace.user, radius)
-            )
+            found = self._replayed(SimilarityCache(self.scorer, self.trace.user, radius))
             if self._errors(found)[self.config.error] > self.config.bound:
                 break
             best = radius
@@ -194,10 +207,12 @@ class Comparison:
 
     def _errors(self, found: Replayed) -> dict[str, Any]:
         outputs = self.scorer.manifest["outputs"]
-        return asdict(true_errors(found.answers, self.model.answers, outputs, self.config.k))
+        return asdict(
+            true_errors(found.answers, self.model.answers[len(self._known) :], outputs, self.config.k)
+        )
 
     def _way(self, name: str, passes: Sequence[Replayed], cache: InFront | None) -> dict[str, Any]:
-        one, count = passes[-1], len(self.trace.asked)
+        one, count = passes[-1], len(passes[-1].answers)
         p50, p99 = np.median([np.quantile(each.latencies, (0.5, 0.99)) * 1e3 for each in passes], axis=0)
         rates = [each.rate for each in passes]
         return {
@@ -208,7 +223,7 @@ class Comparison:
             "p99_ms": float(p99),
             "inferred": one.inferred / count,
             "errors": self._errors(one),
-            "cache": cache.told() if isinstance(cache, AnswerCache) else None,
+            "cache": cache.told() if isinstance(cache, Cache) else None,
             "radius": cache.radius if isinstance(cache, SimilarityCache) else None,
         }
 

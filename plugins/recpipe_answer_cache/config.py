@@ -20,6 +20,7 @@ SIZED = {
 }
 ERRORS = ("score", "top_k")
 POLICIES = ("lru", "lfu")
+UNITS = ("request", "candidate")
 LEVELS = 16
 
 
@@ -70,6 +71,9 @@ class CacheConfig:
     """How features enter the key; those that no rule names as they are. The first rule that fits counts."""
     levels: Annotated[int, Interval(ge=1, le=LEVELS)] = 3
     """Of coarseness, beside level 0, at which keys are exact."""
+    unit: Annotated[str, one_of(*UNITS)] = "request"
+    """What an answer is of: a whole ``request``, or each ``candidate`` of it, of which the model then scores
+    those that are not known."""
     capacity: Positive = 100_000
     """Most answers that are kept."""
     policy: Text = "lru"
@@ -98,6 +102,8 @@ class CacheConfig:
             raise FieldError(
                 f"policy={self.policy}: choose {', '.join(POLICIES)}, or MODULE:CLASS of a CachePolicy"
             )
+        if self.unit == "candidate" and self.policy != "lru":
+            raise FieldError(f"policy={self.policy} is of whole requests; unit=candidate has lru alone")
         late = next((rule for rule in self.keys if rule.first > self.levels), None)
         if late is not None:
             raise FieldError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf, sqrt
-from typing import Literal
 
 FIRST = 30
 """Hits under a new setting that are all inferred again, before it is trusted."""
@@ -22,11 +21,6 @@ PATIENCE = 3
 """Dwells after which a cache that answers too little is switched off."""
 Z = 1.96
 """Of a normal distribution's 95% interval."""
-
-
-Found = Literal["miss", "equal", "refresh", "ready"]
-"""What a request is: one whose key is not there, one that is equal to one before and needs no care, a hit
-that is due for a refresh, or one that may be answered."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +43,13 @@ class Estimate:
 
 
 class Share:
-    """The share of the latest requests for which something was so."""
+    """The share of the latest requests' samples for which something was so."""
 
     def __init__(self) -> None:
         self.value, self._count = 0.0, 0
 
-    def add(self, so: bool) -> None:
-        """Take in a request."""
+    def add(self, so: float) -> None:
+        """Take in a request, by the share of its samples."""
         self._count += 1
         self.value += (so - self.value) / min(self._count, RECENT)
 
@@ -68,13 +62,15 @@ class Tried:
     hits: Share = field(default_factory=Share)
     equal: Share = field(default_factory=Share)
     ready: Share = field(default_factory=Share)
+    answered: Share = field(default_factory=Share)
+    """Requests with a sample that is ready."""
     wrong: Share = field(default_factory=Share)
     """Of the hits that were inferred again."""
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def estimate(self) -> Estimate:
         """The error if all ready hits are answered."""
-        share, count = self.ready.value, len(self.errors)
+        share, count = self.answered.value, len(self.errors)
         if not count:
             return Estimate(0.0, 0.0, inf if share else 0.0, 0)
         mean = sum(self.errors) / count
@@ -146,18 +142,21 @@ class Controller:
         """The error of answers as they are given now."""
         return self.now.estimate()
 
-    def asked(self, found: Found) -> None:
-        """Count a request."""
-        self.now.asked += 1
-        self.now.hits.add(found != "miss")
-        self.now.equal.add(found == "equal")
-        self.now.ready.add(found == "ready")
-        if self.now.asked % self.dwell == 0:
+    def asked(self, equal: float = 0.0, due: float = 0.0, ready: float = 0.0) -> None:
+        """Count a request, by the share of its samples that are equal to some before and need no care, those
+        of hits that are due for a refresh, and those of hits that may be answered; the others miss."""
+        now = self.now
+        now.asked += 1
+        now.hits.add(equal + due + ready)
+        now.equal.add(equal)
+        now.ready.add(ready)
+        now.answered.add(ready > 0)
+        if now.asked % self.dwell == 0:
             self._judge()
 
-    def checked(self, error: float, wrong: bool, audit: bool) -> None:
-        """Take in by how much an answer of the cache, which was not given, was off, whether that is
-        ``wrong``, and whether it was inferred again by chance."""
+    def checked(self, error: float, wrong: float, audit: bool) -> None:
+        """Take in by how much an answer of the cache, which was not given, was off, which share of its
+        samples is ``wrong``, and whether it was inferred again by chance."""
         self.now.wrong.add(wrong)
         if not audit:
             return

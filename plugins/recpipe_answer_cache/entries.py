@@ -36,6 +36,8 @@ class Entry:
     """The power of beta from which on a hit is inferred again."""
     looked: int = 0
     """The hit that was inferred again last."""
+    version: int = 0
+    """Of the package that gave the answer."""
 
     def is_due(self, beta: float) -> bool:
         """Whether this hit, which is counted already, is one to infer again; the next such hit is then put
@@ -51,6 +53,7 @@ class Entry:
     def refreshed(self, newer: Entry, wrong: bool) -> None:
         """Take a newer answer; one that was ``wrong`` is looked after closely again."""
         self.scores, self.since, self.size = newer.scores, newer.since, newer.size
+        self.version = newer.version
         if wrong:
             self.hits, self.due, self.looked = 0, 1.0, 0
 

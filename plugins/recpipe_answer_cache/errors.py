@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from recpipe.answers.figures import predictions
 
 Floats = NDArray[np.float32]
-Sizes = NDArray[np.float64]
+Sizes = tuple[float, ...]
 LATELY = 1000
 """About as many of the latest answers give the mean prediction."""
 
@@ -27,24 +27,29 @@ class ErrorOf:
     def __init__(self, outputs: Sequence[Mapping[str, Any]], kind: str, k: int) -> None:
         self.kind, self.k = kind, k
         self._kinds = [output["kind"] for output in outputs]
-        self._mean, self._answers = np.zeros(len(self._kinds)), 0
+        self._mean, self._answers = [0.0] * len(self._kinds), 0
 
     def size(self, scores: Floats) -> Sizes:
         """The mean size of the predictions of an answer, float32 [N] or [N, T], by output."""
-        found: Sizes = np.abs(self.predictions(scores)).mean(axis=0)
-        return found
+        return tuple(np.abs(self.predictions(scores)).mean(axis=0).tolist())
 
     def gave(self, size: Sizes) -> None:
         """Take in the ``size`` of an answer that was given."""
         self._answers += 1
-        self._mean += (size - self._mean) / min(self._answers, LATELY)
+        for n, own in enumerate(size):
+            self._mean[n] += (own - self._mean[n]) / min(self._answers, LATELY)
 
     def __call__(self, answer: Floats, model: Floats) -> float:
         """The error of an ``answer`` beside that of the ``model``."""
         if self.kind == "top_k":
             return float(_best(answer, self.k) != _best(model, self.k))
-        off = np.abs(self.predictions(answer) - self.predictions(model)).mean(axis=0)
-        return float(np.max(np.where(off > 0, off / np.maximum(self._mean, 1e-300), 0.0)))
+        return float(self.of_samples(answer, model).mean(axis=0).max())
+
+    def of_samples(self, answer: Floats, model: Floats) -> NDArray[np.float64]:
+        """How far each prediction of an ``answer`` is from the ``model``'s, as a share of the mean one, [N,
+        T]."""
+        off = np.abs(self.predictions(answer) - self.predictions(model))
+        return np.where(off > 0, off / np.maximum(self._mean, 1e-300), 0.0)
 
     def predictions(self, scores: Floats) -> NDArray[np.float64]:
         """What ``scores`` float32 [N] or [N, T] mean, [N, T]."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,16 @@ from recpipe_serve.batching.forms import Form
 
 from recpipe.plugin import PluginError
 from recpipe_answer_cache.config import KeyRule
+from recpipe_answer_cache.digests import EXACT, LANES, SKIPPED, candidate_digests, request_digests
 
 Array = NDArray[Any]
+Words = NDArray[np.uint64]
 FORMS = 1024
-"""Forms of requests of which a part of the key is kept."""
+"""Forms of requests of which it is kept how they become keys."""
 DIGEST = 16
 """Bytes of a key: two requests among 2^40 have the same one by chance once in 2^49 times."""
+_NONE = np.empty(0, np.int64)
+_UNWEIGHTED = np.empty(0, np.uint32)
 
 
 class Clusters(Protocol):
@@ -29,11 +34,25 @@ class Clusters(Protocol):
         """The number of the cluster at a level; None until there are some."""
 
 
+class _Form(NamedTuple):
+    """How requests of one form become keys at a level."""
+
+    begin: Words
+    """The lanes before the first word, [4]."""
+    buckets: NDArray[np.int64]
+    """As ``digests`` takes them."""
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64] = _NONE
+    """Of candidates alone, as ``candidate_digests`` takes them."""
+    shared: int = 0
+
+
 class Keys:
     """Keys of the requests of a package with this ``manifest``.
 
     ``clusters``: of the features whose rule is ``cluster``; may be set later. ``PluginError`` for a rule that
-    fits no feature, or one that cannot be of its kind.
+    fits no feature, or one that cannot be of its kind. Keys are made of numbers that are drawn anew for each
+    object, so that nobody outside can make two requests with one key.
     """
 
     def __init__(self, manifest: Mapping[str, Any], rules: Sequence[KeyRule], levels: int) -> None:
@@ -56,13 +75,21 @@ class Keys:
                 raise PluginError(f"plugins.answer_cache.keys: '{wrong}' {what}; by={rule.by} is for others")
         self._dense = [_first(rules, name) for name in dense]
         self._sparse = [_first(rules, name) for name in sparse]
-        self.clustered = tuple(n for n, rule in enumerate(self._sparse) if rule and rule.by == "cluster")
+        self.of_clusters = tuple(n for n, rule in enumerate(self._sparse) if rule and rule.by == "cluster")
         """The places of the features that the clusters are of."""
         every = range(levels + 1)
         self._ruled = [any(self._active(rule, level) for rule in self._sparse) for level in every]
         """Of each level whether ids enter the key in another way than as they are."""
-        self._dense_ruled = [any(self._active(rule, level) for rule in self._dense) for level in every]
-        self._forms: dict[Form, bytes] = {}
+        self._in_clusters = [
+            any(self._active(self._sparse[n], level) for n in self.of_clusters) for level in every
+        ]
+        self._widths = [
+            np.array([self._width(rule, level) for rule in self._dense], np.float64) for level in every
+        ]
+        self._forms: dict[tuple[Form, int, bool], _Form] = {}
+        self._secret = os.urandom(32)
+        self._odd = np.frombuffer(os.urandom(16), np.uint64) | np.uint64(1)
+        self._out = np.empty(LANES, np.uint64)
 
     def rule_of(self, place: int) -> KeyRule:
         """The rule of a sparse feature that has one."""
@@ -73,89 +100,124 @@ class Keys:
     def of(self, asked: Asked, level: int) -> bytes | None:
         """The key of a request at a level, 0 the finest; None where a cluster is needed and there are none
         yet. Requests with the same key have as many samples."""
-        form = asked.form
-        digest = blake2b(bytes([level]), digest_size=DIGEST)
-        if not self._ruled[level]:
-            digest.update(self._of_form(form))
-            digest.update(asked.ids.tobytes())
-            if asked.weights is not None:
-                digest.update(asked.weights.tobytes())
-            digest.update(_bytes_of(self._of_dense(asked.dense, level)))
-            return digest.digest()
-        digest.update(np.array([form.samples, *form.bags], np.int64).tobytes())
-        if self.clustered and any(self._active(self._sparse[n], level) for n in self.clustered):
-            cluster = None if self.clusters is None else self.clusters.of(asked, level)
-            if cluster is None:
-                return None
-            digest.update(cluster.to_bytes(8, "little"))
-        for place in form.order:
-            digest.update(self._of_ids(asked, place, level))
-        digest.update(_bytes_of(self._of_dense(asked.dense, level)))
-        return digest.digest()
+        exact, key = self.both(asked, level)
+        return self.clustered(key, asked, level) if level else exact
 
-    def _of_form(self, form: Form) -> bytes:
-        """How many samples and ids a request has, and which ids the samples share. A server knows most forms
-        again, of which this is kept."""
-        found = self._forms.get(form)
-        if found is None:
-            found = np.array([form.samples, *form.bags], np.int64).tobytes()
-            for own in form.lengths:
-                found += np.int64(own).tobytes() if isinstance(own, int) else own.tobytes()
-            if all(isinstance(own, int) for own in form.lengths):
-                if len(self._forms) >= FORMS:
-                    self._forms.clear()
-                self._forms[form] = found
-        return found
+    def both(self, asked: Asked, level: int) -> tuple[bytes, bytes]:
+        """The exact key, and that at a level without its cluster, from one pass over the request."""
+        form = self._of_form(asked.form, level, False)
+        dense, weights = _dense(asked), _bits(asked.weights)
+        arrays = dense.view(np.uint32), dense, self._widths[level], asked.ids, weights
+        request_digests(*arrays, form.buckets, form.rows, self._odd, form.begin, level > 0, self._out)
+        found = self._out.tobytes()
+        return found[:DIGEST], found[DIGEST:]
+
+    def clustered(self, key: bytes, asked: Asked, level: int) -> bytes | None:
+        """The key at a level with the request's cluster; None where there are none yet."""
+        if not self._in_clusters[level]:
+            return key
+        cluster = None if self.clusters is None else self.clusters.of(asked, level)
+        return None if cluster is None else key + cluster.to_bytes(8, "little")
+
+    def of_candidates(self, asked: Asked, level: int) -> tuple[Words, bool]:
+        """The digests of each sample [N, 4], as ``candidate_digests`` writes them, and whether there are
+        those at the level: not at 0, nor where a cluster is needed and there are none yet."""
+        form, coarser = self._of_form(asked.form, level, True), level > 0
+        begin = form.begin
+        if coarser and self._in_clusters[level]:
+            cluster = None if self.clusters is None else self.clusters.of(asked, level)
+            coarser = cluster is not None
+            begin = begin.copy()
+            begin[2:] += self._odd * np.uint64(cluster or 0)
+        dense, weights = _dense(asked), _bits(asked.weights)
+        out = np.empty(asked.samples * LANES, np.uint64)
+        arrays = dense.view(np.uint32), dense, self._widths[level], asked.ids, weights
+        rules = form.buckets, form.rows, form.shared, form.starts
+        candidate_digests(*arrays, *rules, self._odd, begin, coarser, out)
+        return out.reshape(-1, LANES), coarser
 
     def _active(self, rule: KeyRule | None, level: int) -> KeyRule | None:
         return rule if rule is not None and level >= max(1, rule.first) and rule.by != "exact" else None
 
-    def _of_ids(self, asked: Asked, place: int, level: int) -> bytes:
-        rule = self._active(self._sparse[place], level)
-        form = asked.form
-        ids, lengths = asked.ids[form.slices[place]], form.lengths[place]
-        if rule is not None and rule.by in ("skip", "cluster"):
-            return b""
-        if rule is not None and rule.by == "history":
-            ids, lengths = _latest(ids, lengths, form.bags[place], int(rule.at(level, self.levels)))
-        elif rule is not None:
-            buckets = int(rule.at(level, self.levels))
-            ids = ids * min(buckets, self._rows[place]) // self._rows[place]
-        told = np.int64(lengths).tobytes() if isinstance(lengths, int) else lengths.tobytes()
-        if asked.weights is None or (rule is not None and rule.by == "history"):
-            return told + ids.tobytes()
-        return told + ids.tobytes() + asked.weights[form.slices[place]].tobytes()
+    def _width(self, rule: KeyRule | None, level: int) -> float:
+        """Of the steps of a dense feature at a level."""
+        own = self._active(rule, level)
+        if own is None:
+            return EXACT
+        return SKIPPED if own.by == "skip" else own.at(level, self.levels)
 
-    def _of_dense(self, dense: Array, level: int) -> Array:
-        if not self._dense_ruled[level]:
-            return dense
-        rules = [self._active(rule, level) for rule in self._dense]
-        one = dense[:1] if not dense.strides[0] else dense
-        columns = np.empty(one.shape, np.float64)
-        for n, rule in enumerate(rules):
-            own = one[:, n]
-            if rule is None:
-                columns[:, n] = own
-            else:
-                columns[:, n] = 0 if rule.by == "skip" else np.floor(own / rule.at(level, self.levels))
-        return columns + 0.0  # -0.0 is 0.0
+    def _of_form(self, form: Form, level: int, of_candidates: bool) -> _Form:
+        """A server knows most forms again."""
+        key = form, level, of_candidates
+        found = self._forms.get(key)
+        if found is None:
+            found = self._planned(form, level, of_candidates)
+            if all(isinstance(own, int) for own in form.lengths):  # others are made anew for each request
+                if len(self._forms) >= FORMS:
+                    self._forms.clear()
+                self._forms[key] = found
+        return found
+
+    def _planned(self, form: Form, level: int, of_candidates: bool) -> _Form:
+        """``buckets`` has what the rules make of each id, and ``begin`` how many there are in the bags of
+        each feature (of candidates: of those that they share), and of those that count at the level."""
+        buckets, rows = np.full(int(form.counts.sum()), EXACT), np.ones(int(form.counts.sum()), np.int64)
+        given, left = [], []
+        for place in form.order:
+            rule, lengths = self._active(self._sparse[place], level), form.lengths[place]
+            own = form.slices[place]
+            counted = lengths
+            if rule is not None and rule.by in ("skip", "cluster"):
+                buckets[own], counted = SKIPPED, 0
+            elif rule is not None and rule.by == "history":
+                late, counted = _latest(lengths, form.bags[place], int(rule.at(level, self.levels)))
+                buckets[own] = np.where(late, EXACT, SKIPPED)
+            elif rule is not None:
+                rows[own] = self._rows[place]
+                buckets[own] = min(int(rule.at(level, self.levels)), self._rows[place])
+            if place in form.shared or not of_candidates:
+                given.append(np.int64(lengths).tobytes() if isinstance(lengths, int) else lengths.tobytes())
+                left.append(np.int64(counted).tobytes() if isinstance(counted, int) else counted.tobytes())
+        kind = repr((form.samples, form.bags) if not of_candidates else form.shared).encode()
+        lanes = b"".join(
+            blake2b(what, digest_size=DIGEST, key=self._secret).digest()
+            for what in (kind + b"".join(given), bytes([level]) + kind + b"".join(left))
+        )
+        begin = np.frombuffer(lanes, np.uint64).copy()
+        if not self._ruled[level]:
+            buckets = rows = _NONE
+        if not of_candidates:
+            return _Form(begin, buckets, rows)
+        starts = [_starts(form, place) for place in form.order if place not in form.shared]
+        together = np.concatenate(starts) if starts else _NONE
+        return _Form(begin, buckets, rows, together, sum(form.counts[: len(form.shared)].tolist()))
 
 
 def _first(rules: Sequence[KeyRule], name: str) -> KeyRule | None:
     return next((rule for rule in rules if fnmatchcase(name, rule.feature)), None)
 
 
-def _bytes_of(dense: Array) -> bytes:
-    """Of one row alone where all samples share it."""
-    if not dense.shape[1]:
-        return b""
-    if not dense.strides[0]:
-        dense = dense[:1]
-    return len(dense).to_bytes(4, "little") + dense.tobytes()
+def _dense(asked: Asked) -> NDArray[np.float32]:
+    """The dense values, of one row alone where all samples share it, in memory that may be written to: the
+    loops are compiled for no other."""
+    dense = asked.dense
+    own = dense[0] if not dense.strides[0] else dense.reshape(-1)
+    return own if own.flags.writeable and own.flags.c_contiguous else own.copy()
 
 
-def _latest(ids: Array, lengths: Array | int, bags: int, count: int) -> tuple[Array, Array]:
-    """The last ``count`` ids of each bag, and how many these are."""
+def _bits(weights: Array | None) -> NDArray[np.uint32]:
+    return _UNWEIGHTED if weights is None else weights.view(np.uint32)
+
+
+def _latest(lengths: Array | int, bags: int, count: int) -> tuple[Array, Array]:
+    """Which ids are among the last ``count`` of their bag, and how many these are of each bag."""
     each = np.full(bags, lengths) if isinstance(lengths, int) else lengths
-    from_end = np.repeat(np.cumsum(each), each) - np.arange(len(ids))
-    return ids[from_end <= count], np.minimum(each, count)
+    from_end = np.repeat(np.cumsum(each), each) - np.arange(each.sum())
+    return from_end <= count, np.minimum(each, count)
+
+
+def _starts(form: Form, place: int) -> NDArray[np.int64]:
+    """Where each bag of a feature begins among the request's ids, and the last one ends."""
+    lengths = np.broadcast_to(np.asarray(form.lengths[place]), form.bags[place])
+    found: NDArray[np.int64] = form.slices[place].start + np.concatenate([[0], np.cumsum(lengths)])
+    return found

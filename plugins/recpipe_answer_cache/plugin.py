@@ -9,7 +9,8 @@ from typing import Any
 from recpipe_serve import AnswerServer, Asked, Scorer
 
 from recpipe.plugin import Context, Contribution, Plugin, PluginError
-from recpipe_answer_cache.cache import AnswerCache, Ticket
+from recpipe_answer_cache.cache import Cache, Ids
+from recpipe_answer_cache.candidates import made_cache
 from recpipe_answer_cache.clusters import UserClusters
 from recpipe_answer_cache.config import config_of
 from recpipe_answer_cache.errors import Floats
@@ -30,6 +31,7 @@ class ApproximateKeys(Plugin, AnswerServer):
         k: int,
         keys: list[dict[str, Any]],
         levels: int,
+        unit: str,
         capacity: int,
         policy: str,
         ttl: float | None,
@@ -42,7 +44,7 @@ class ApproximateKeys(Plugin, AnswerServer):
     ) -> None:
         values = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         self.config = config_of(values)
-        self.cache: AnswerCache | None = None
+        self.cache: Cache | None = None
         self._off: str | None = None
 
     def contribute(self, ctx: Context) -> Contribution:
@@ -54,21 +56,38 @@ class ApproximateKeys(Plugin, AnswerServer):
     def begin(self, scorer: Scorer) -> None:
         """Answer for this package, with nothing kept."""
         if self.cache is None:
-            self.cache = AnswerCache(self.config, scorer.manifest)
+            self.cache = made_cache(self.config, scorer.manifest)
         else:
             self.cache.begin(scorer.manifest)
         if isinstance(self.cache.keys.clusters, UserClusters):
             self.cache.keys.clusters.use(scorer)
-        elif self.cache.keys.clustered:
+        elif self.cache.keys.of_clusters:
             self.cache.keys.clusters = UserClusters(scorer, self.cache.keys)
         self._off = None
 
-    def find(self, asked: Asked) -> tuple[Floats | None, Ticket | None]:
+    def changed(self, scorer: Scorer, ids: Mapping[int, Ids]) -> None:
+        """Answer for another version of the package, with what is kept but for requests with these ids."""
+        assert self.cache is not None
+        self.cache.changed(ids)
+        if isinstance(self.cache.keys.clusters, UserClusters):
+            self.cache.keys.clusters.use(scorer)
+
+    def find(self, asked: Asked) -> tuple[Floats | None, Any]:
         """The kept answer to a request that is alike, or None and a ticket."""
         assert self.cache is not None
         return self.cache.find(asked)
 
-    def keep(self, ticket: Ticket, scores: Floats) -> None:
+    def lacking(self, asked: Asked, ticket: Any) -> Asked | None:
+        """The candidates that are not known, if some are."""
+        assert self.cache is not None
+        return self.cache.lacking(asked, ticket)
+
+    def completed(self, ticket: Any, scores: Floats) -> Floats:
+        """With the kept scores of those that are known."""
+        assert self.cache is not None
+        return self.cache.completed(ticket, scores)
+
+    def keep(self, ticket: Any, scores: Floats) -> None:
         """Keep what the model gave."""
         assert self.cache is not None
         self.cache.keep(ticket, scores)

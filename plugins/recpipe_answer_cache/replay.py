@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, process_time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from recpipe_serve import Asked
 from recpipe_serve.batching.forms import together
 from recpipe_serve.batching.scorer import RequestScorer
 
+from recpipe_answer_cache.cache import InFront
 from recpipe_answer_cache.entries import Clairvoyant, Entries, Entry, Popular, entries_of
 from recpipe_answer_cache.errors import ErrorOf
 from recpipe_answer_cache.model import predict
@@ -22,16 +23,6 @@ from recpipe_answer_cache.model import predict
 Floats = NDArray[np.float32]
 WARM = 32
 """Requests that the model scores before the first one counts."""
-
-
-class InFront(Protocol):
-    """What requests are put to before the model."""
-
-    def find(self, asked: Asked) -> tuple[Floats | None, Any]:
-        """An answer, or None and a ticket, None if nothing is to be kept."""
-
-    def keep(self, ticket: Any, scores: Floats) -> None:
-        """What the model gave."""
 
 
 @dataclass
@@ -43,8 +34,8 @@ class Replayed:
     processor_seconds: float
     latencies: NDArray[np.float64]
     """Seconds of each request."""
-    inferred: int
-    """Requests that the model scored."""
+    inferred: float
+    """Requests that the model scored, or their shares."""
 
     @property
     def rate(self) -> float:
@@ -57,24 +48,37 @@ def replay(
     asked: Sequence[Asked],
     cache: InFront | None,
     at: Callable[[int], None] | None = None,
+    known: Sequence[Floats] = (),
 ) -> Replayed:
-    """Answer all requests one after the other. ``at`` is told the number of each before it is asked."""
+    """Answer all requests one after the other. ``at`` is told the number of each before it is asked. Of the
+    first ones what the model says is ``known``: they fill the cache, and nothing else is told of them."""
     for one in asked[:WARM]:
         score(*together([one]))
     answers: list[Floats] = []
-    latencies = np.empty(len(asked))
-    inferred = 0
+    latencies = np.empty(len(asked) - len(known))
+    inferred = 0.0
+    for number, one in enumerate(asked[: len(known)]):
+        if cache is not None:
+            if at is not None:
+                at(number)
+            found, ticket = cache.find(one)
+            if found is None and ticket is not None:
+                part = cache.lacking(one, ticket)
+                cache.keep(ticket, known[number] if part is None else known[number][ticket.places])
     processor, began = process_time(), perf_counter()
     last = began
-    for number, one in enumerate(asked):
+    for number, one in enumerate(asked[len(known) :]):
         if at is not None:
-            at(number)
+            at(len(known) + number)
         found, ticket = (None, None) if cache is None else cache.find(one)
         if found is None:
-            inferred += 1
-            found = score(*together([one])).numpy()
+            part = None if ticket is None or cache is None else cache.lacking(one, ticket)
+            left = one if part is None else part
+            inferred += left.samples / one.samples
+            scores = found = score(*together([left])).numpy()
             if ticket is not None and cache is not None:
-                cache.keep(ticket, found)
+                found = cache.completed(ticket, scores)
+                cache.keep(ticket, scores)
         answers.append(found)
         now = perf_counter()
         latencies[number], last = now - last, now

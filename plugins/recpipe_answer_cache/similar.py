@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from recpipe_serve import Asked, Scorer
 
 from recpipe.errors import UserError
+from recpipe_answer_cache.cache import InFront
 from recpipe_answer_cache.clusters import UserVectors
 
 Floats = NDArray[np.float32]
@@ -18,7 +19,7 @@ NEIGHBOURS = 16
 """Of a vector in the graph that is searched."""
 
 
-class SimilarityCache:
+class SimilarityCache(InFront):
     """Answers by the mean rows of the features at ``user``, and dense values, within Euclidean distance
     ``radius``. What is not the user's must be equal. No answer gives way; none is inferred again."""
 

@@ -41,8 +41,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order in which they come. Each asks for its row's user beside the same candidates, or
-    for its row alone."""
+    """Requests in the order in which they come. Each asks for its row's user beside candidates, or for its
+    row alone."""
 
     inputs: list[dict[str, Array]]
     """The tensors of each, by name, as a client sends them."""
@@ -120,9 +120,15 @@ def _seconds(column: pa.ChunkedArray, name: str) -> NDArray[np.float64]:
 
 
 def made_trace(
-    schema: Schema, features: Features, rows: Rows, items: Sequence[str], candidates: int
+    schema: Schema,
+    features: Features,
+    rows: Rows,
+    items: Sequence[str],
+    candidates: int,
+    pool: int | None = None,
 ) -> Trace:
-    """Requests for each row's user side beside those ``candidates`` that come most often among the rows;
+    """Requests for each row's user side beside those ``candidates`` that come most often among the rows, or
+    so many of the ``pool`` that do, drawn for each request, with a seed of its own, by how often they come;
     ``items``: the features of a candidate; (): each row is asked for as it is. ``features``: of the
     package."""
     dense = [*schema.dense]
@@ -138,28 +144,47 @@ def made_trace(
     own_dense = [n for n, name in enumerate(dense) if name in items]
     sides = [_side(rows, n, own, own_dense) for n in range(len(rows))]
     places = dict(zip(reversed(sides), range(len(sides) - 1, -1, -1), strict=True))
-    best = [places[side] for side, _ in Counter(sides).most_common(candidates)] if items else []
+    often = Counter(sides).most_common(candidates if pool is None else max(pool, candidates)) if items else []
+    best = [places[side] for side, _ in often]
+    draw = _Drawn([count for _, count in often], candidates)
     of_users = [n for n in range(len(dense)) if n not in own_dense]
     distinct = {_side(rows, n, user, of_users) for n in range(len(rows))}
-    shared = {
-        name: _tensors(name, [rows.ids[place][n] for n in best])
-        for place, name in enumerate(sparse)
-        if place in own
-    }
     every = []
+    of_all: list[int] = []
+    shared: dict[str, Array] = {}
     for n in range(len(rows)):
         inputs: dict[str, Array] = {}
         for place in user:
             inputs |= _tensors(sparse[place], [rows.ids[place][n]])
-        for place in own:
-            inputs |= shared[sparse[place]] if items else _tensors(sparse[place], [rows.ids[place][n]])
+        chosen = [best[place] for place in draw()] if items else [n]
+        if chosen != of_all:
+            of_all, shared = chosen, {}
+            for place in own:
+                shared |= _tensors(sparse[place], [rows.ids[place][one] for one in chosen])
+        inputs |= shared
         if dense:
             inputs["dense"] = rows.dense[n : n + 1]
             if own_dense and items:
-                inputs["dense"] = np.repeat(rows.dense[n : n + 1], len(best), axis=0)
-                inputs["dense"][:, own_dense] = rows.dense[np.ix_(best, own_dense)]
+                inputs["dense"] = np.repeat(rows.dense[n : n + 1], len(chosen), axis=0)
+                inputs["dense"][:, own_dense] = rows.dense[np.ix_(chosen, own_dense)]
         every.append(inputs)
     return Trace(every, [*map(features.asked, every)], rows.times, user, len(distinct))
+
+
+class _Drawn:
+    """Draws ``count`` of the candidates that come so many ``times``, each once; their places, ascending."""
+
+    def __init__(self, times: Sequence[int], count: int) -> None:
+        self._count, self._every = count, len(times) <= count
+        self._weights = np.log(np.array(times, np.float64))
+        self._rng = np.random.default_rng(0)
+
+    def __call__(self) -> list[int]:
+        if self._every:
+            return list(range(len(self._weights)))
+        # The largest of weights with Gumbel's noise are drawn without replacement by the weights.
+        noisy = self._weights + self._rng.gumbel(size=len(self._weights))
+        return sorted(np.argpartition(-noisy, self._count)[: self._count].tolist())
 
 
 def _side(rows: Rows, n: int, sparse: Sequence[int], dense: Sequence[int]) -> tuple[bytes, ...]:

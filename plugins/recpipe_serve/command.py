@@ -67,7 +67,7 @@ def serve_command(words: Sequence[str]) -> int:
         if config.tune is not None:
             with interrupt_on_sigterm():
                 config = tuned(Path(words[0]).expanduser(), config.tune, config)
-        serve(Path(words[0]), config, rows, answers)
+        serve(Path(words[0]), config, rows, answers, mine)
     return 0
 
 
@@ -92,9 +92,11 @@ def serve(
     config: ServeConfig,
     rows: RowServer | None = None,
     answers: AnswerServer | None = None,
+    plugins: Sequence[str] = (),
 ) -> None:
     """Serve the package ``directory`` until SIGTERM or SIGINT, with its tables' rows kept by ``rows``; None:
-    all in DRAM. Requests are put to ``answers`` before the model; None: to nothing. ``UserError`` if it
+    all in DRAM. Requests are put to ``answers`` before the model; None: to nothing. ``plugins``: the words
+    that chose these, by which each of several workers makes ``answers`` of its own. ``UserError`` if it
     cannot be used, or if the address is taken."""
     directory = directory.expanduser()
     # A link's target may change when the package is loaded anew; the name stays.
@@ -106,14 +108,15 @@ def serve(
 
     several = is_repository(directory)
     name = config.name or directory.resolve().name.partition(".")[0]
-    if (rows or answers) is not None and config.workers > 1:
-        kept = "answers" if rows is None else "rows"
+    if rows is not None and config.workers > 1:
         raise UserError(
-            f"workers={config.workers} and a plugin that keeps {kept}: each worker would keep its own; serve "
+            f"workers={config.workers} and a plugin that keeps rows: each worker would keep its own; serve "
             "with workers=1"
         )
     if config.learn and answers is not None:
         raise UserError("learn=true and a plugin that keeps answers: they would be those before an event")
+    if config.learn and config.follow is not None:
+        raise UserError("learn=true and follow=: what is learnt here would be overwritten; say one of them")
     if config.learn and config.workers > 1:
         raise UserError(
             f"workers={config.workers} and learn=true: each worker would learn its own events alone; "
@@ -141,7 +144,7 @@ def serve(
                 from recpipe_serve.workers.supervisor import Supervisor
 
                 with tempfile.TemporaryDirectory(prefix="recpipe-serve-") as folder:
-                    Supervisor(directory, config, name, listening, Path(folder), started).run()
+                    Supervisor(directory, config, name, listening, Path(folder), started, plugins).run()
             else:
                 from recpipe_serve.workers.worker import BACKLOG, Worker
 

@@ -16,14 +16,20 @@ MANIFEST: dict[str, Any] = {
 FEATURES = Features(MANIFEST, 64)
 
 
-def request(user: int = 1, seen: tuple[int, ...] = (1, 2, 3), age: float = 30.0, hour: float = 12.0) -> Asked:
-    """One user beside two items."""
+def request(
+    user: int = 1,
+    seen: tuple[int, ...] = (1, 2, 3),
+    age: float = 30.0,
+    hour: float = 12.0,
+    items: tuple[int, ...] = (5, 6),
+) -> Asked:
+    """One user beside some items."""
     return FEATURES.asked(
         {
             "dense": np.array([[age, hour]], np.float32),
             "user": np.array([user]),
             "seen": np.array(seen, np.int64),
             "seen.lengths": np.array([len(seen)]),
-            "item": np.array([5, 6]),
+            "item": np.array(items),
         }
     )

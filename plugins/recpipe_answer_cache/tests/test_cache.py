@@ -144,6 +144,24 @@ def test_answers_do_not_outlive_their_package_or_their_time() -> None:
     assert cache.find(one)[0] is None, "it was scored for the package before"
 
 
+def test_of_changed_rows_the_requests_that_have_them_alone_are_scored_again() -> None:
+    cache, right = AnswerCache(CacheConfig(bound=0), MANIFEST), model(0.0)
+
+    def scored(user: int, seen: tuple[int, ...] = (1, 2)) -> bool:
+        found, ticket = cache.find(request(user, seen))
+        if ticket is not None:
+            cache.keep(ticket, right(request(user, seen)))
+        return found is None
+
+    assert [scored(user) for user in (1, 2, 1, 2)] == [True, True, False, False]
+    cache.changed({0: np.array([2, 7])})
+    assert [scored(user) for user in (1, 2, 2)] == [False, True, False]
+    cache.changed({1: np.array([5, 99_999])})
+    assert [scored(1), scored(1, (5, 6))] == [False, True]
+    cache.begin(MANIFEST)
+    assert scored(1)
+
+
 def test_the_share_of_changed_top_k_is_kept_within_its_bound() -> None:
     config = CacheConfig(
         bound=0.05, error="top_k", k=1, keys=BY_HOUR.keys, levels=3, dwell=300, audit=0.1, beta_most=8

@@ -92,6 +92,23 @@ def test_a_trace_is_answered_in_each_way(trained: tuple[Path, Path, list[str]], 
     assert first["measured"]["bound"] >= max(first["measured"].values())
 
 
+def test_candidates_are_answered_one_by_one_after_the_caches_are_filled(
+    trained: tuple[Path, Path, list[str]], tmp_path: Path
+) -> None:
+    rules = "plugins.answer_cache.keys=[{feature: hour, by: skip}]"
+    knobs = ["bound=1", "dwell=100", "levels=1", "unit=candidate"]
+    knobs = [f"plugins.answer_cache.{knob}" for knob in knobs]
+    found = replayed(trained, tmp_path / "one", rules, *knobs, "pool=20", "warm=600")
+    assert "similar" not in found
+    assert "approximate, settled" not in found
+    whole, one_by_one = found["approximate, whole requests"], found["approximate"]
+    assert one_by_one["inferred"] < 0.7 < whole["inferred"], "each request has candidates of its own"
+    assert one_by_one["cache"]["requests"] == 1000
+    assert one_by_one["cache"]["level"] == 1
+    assert 0 < one_by_one["errors"]["score"] < 1
+    assert found["exact"]["errors"]["other_bits"] == 0
+
+
 def test_users_are_clustered_by_their_rows(trained: tuple[Path, Path, list[str]], tmp_path: Path) -> None:
     rules = (
         "plugins.answer_cache.keys=[{feature: hour, by: skip}, {feature: user, by: cluster, size: 4}, "
@@ -116,6 +133,11 @@ def test_users_are_clustered_by_their_rows(trained: tuple[Path, Path, list[str]]
         (["plugins.answer_cache.keys=[{feature: hours, by: skip}]"], "no feature 'hours'"),
         (["plugins.answer_cache.bounds=1"], "bounds"),
         (["skip=3000"], "no requests after the first 3,000"),
+        (["warm=1000"], "warm=1000: the trace has 1,000 requests"),
+        (
+            ["plugins.answer_cache.unit=candidate", "plugins.answer_cache.policy=lfu"],
+            "unit=candidate has lru",
+        ),
         (["package=nothing.recpipe"], "nothing.recpipe"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from recpipe_answer_cache.tests.requests import FEATURES, MANIFEST, request
 
 from recpipe.errors import UserError
 from recpipe.plugin import PluginError
+
+NAMES = [feature["name"] for feature in MANIFEST["sparse"]]
 
 
 def keys(*rules: KeyRule, levels: int = 3) -> Keys:
@@ -89,3 +93,39 @@ def test_finer_levels_part_what_coarser_ones_join_and_never_the_other_way_round(
 def test_a_wrong_rule_is_one_line(rules: list[dict], says: str) -> None:
     with pytest.raises((UserError, PluginError), match=says):
         Keys(MANIFEST, config_of({"keys": rules}).keys, 3)
+
+
+def test_a_candidate_is_known_again_among_others() -> None:
+    """By what it shares with the request's others, and what is its own."""
+    made = keys(KeyRule("hour", "round", 6), KeyRule("seen", "history", 2))
+
+    def digests(items: tuple[int, ...], level: int = 0, **user: Any) -> list[bytes]:
+        one = request(items=items, **user)
+        found, coarser = made.of_candidates(one, level)
+        assert coarser == (level > 0)
+        return [own.tobytes() for own in (found[:, 2:] if level else found[:, :2])]
+
+    of = digests((5, 6, 7, 8))
+    assert len({*of}) == 4
+    assert digests((8, 6)) == [of[3], of[1]]
+    for other in ({"user": 2}, {"seen": (1, 2)}, {"hour": 12.5}):
+        assert not {*digests((5, 6), **other)} & {*of}, other
+    coarse = digests((5, 6, 7, 8), 3)
+    assert digests((7, 5), 3, hour=17.5, seen=(9, 9, 2, 3)) == [coarse[2], coarse[0]]
+    for other in ({"user": 2}, {"seen": (1, 2)}, {"hour": 18.5}):
+        assert not {*digests((5, 6), 3, **other)} & {*coarse}, other
+
+
+def test_bags_of_other_features_do_not_run_into_each_other() -> None:
+    def asked(*bags: list[list[int]]) -> bytes:
+        lengths = {
+            f"{n}.lengths": np.array([len(b) for b in own]) for n, own in zip(NAMES, bags, strict=True)
+        }
+        ids = {n: np.array([*chain(*own)], np.int64) for n, own in zip(NAMES, bags, strict=True)}
+        one = FEATURES.asked({"dense": np.zeros((2, 2), np.float32), **ids, **lengths})
+        return made.of_candidates(one, 0)[0][0, :2].tobytes()
+
+    made = keys()
+    first = asked([[1, 2], [9]], [[3], [9]], [[4], [9]])
+    assert first == asked([[1, 2], [8]], [[3], [9, 9]], [[4], [7]])
+    assert first != asked([[1], [9]], [[2, 3], [9]], [[4], [9]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from recpipe_answer_cache.plugin import ApproximateKeys
-from recpipe_serve import AnswerServer
+from recpipe_serve import AnswerServer, Asked
+from recpipe_serve.batching.batcher import Batcher
 from recpipe_serve.config import ServeConfig
 
 from recpipe.errors import UserError
@@ -26,6 +28,7 @@ pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
 from recpipe_serve.http.app import Server
+from recpipe_serve.http.features import Features
 from recpipe_serve.tests.listening import listening
 
 MANIFEST: dict[str, Any] = {
@@ -62,12 +65,16 @@ def ask(port: int, path: str, body: Any = None) -> Any:
     return found.decode() if path == "/metrics" else json.loads(found)
 
 
-def score(port: int, x: float, a: int) -> float:
+def scores(port: int, x: float, ids: list[int]) -> list[float]:
     inputs = [
-        {"name": "x" if name == "x" else name, "datatype": kind, "shape": shape, "data": data}
-        for name, kind, shape, data in (("dense", "FP32", [1, 1], [x]), ("a", "INT64", [1], [a]))
+        {"name": name, "datatype": kind, "shape": shape, "data": data}
+        for name, kind, shape, data in (("dense", "FP32", [1, 1], [x]), ("a", "INT64", [len(ids)], ids))
     ]
-    return ask(port, "/v2/models/m/infer", {"inputs": inputs})["outputs"][0]["data"][0]
+    return ask(port, "/v2/models/m/infer", {"inputs": inputs})["outputs"][0]["data"]
+
+
+def score(port: int, x: float, a: int) -> float:
+    return scores(port, x, [a])[0]
 
 
 def test_a_server_answers_from_the_cache_until_another_package_takes_over() -> None:
@@ -93,6 +100,48 @@ def test_a_server_answers_from_the_cache_until_another_package_takes_over() -> N
         server.use(newer, MANIFEST, "newer")
         assert [score(port, 1.5, 7) for _ in range(2)] == [108.5] * 2
         assert newer.samples == 1
+
+
+def test_candidates_that_are_known_are_not_scored_and_the_others_are_in_their_places() -> None:
+    model, plugin = Model(), instantiate("answer_cache", {**KNOBS, "unit": "candidate"})
+    assert isinstance(plugin, ApproximateKeys)
+    plugin.begin(SimpleNamespace(manifest=MANIFEST))
+    with served(model, plugin) as (port, _):
+        for ids, scored in (([7, 8, 9], 3), ([1, 9, 2, 7], 2), ([7, 9], 0), ([8], 0)):
+            before = model.samples
+            assert scores(port, 1.5, ids) == [1.5 + own for own in ids]
+            assert model.samples - before == scored
+        page = ask(port, "/v2/models/m/monitor")
+        assert page["samples"]["since_start"] == 10, "answers from the cache are watched, too"
+        assert "recpipe_answers_served 5.0" in ask(port, "/metrics")
+
+
+def test_a_waiting_request_of_which_a_part_was_answered_is_scored_whole_by_another_model() -> None:
+    plugin = instantiate("answer_cache", {**KNOBS, "unit": "candidate"})
+    assert isinstance(plugin, ApproximateKeys)
+    plugin.begin(SimpleNamespace(manifest=MANIFEST))
+    features = Features(MANIFEST, 64)
+
+    def asked(*ids: int) -> Asked:
+        return features.asked({"dense": np.array([[1.5]], np.float32), "a": np.array(ids)})
+
+    async def run() -> list[Any]:
+        batcher, answers = Batcher(Model(), ServeConfig(), answers=plugin), list[Any]()
+        batcher.start()
+        batcher.put(asked(1, 2), answers.append)
+        await asyncio.sleep(0.05)
+        batcher.put(asked(9), answers.append)  # after it requests wait for a turn of the loop
+        batcher.put(asked(1, 2, 3), answers.append)
+        assert [one.samples for one in batcher.queue][-1] == 1
+        plugin.begin(SimpleNamespace(manifest=MANIFEST))
+        batcher.score = Model(100.0)
+        batcher.whole_again()
+        await batcher.close()
+        return answers
+
+    first, _, last = asyncio.run(run())
+    assert first.tolist() == [2.5, 3.5]
+    assert last.tolist() == [102.5, 103.5, 104.5]
 
 
 class Fixed(AnswerServer):
@@ -129,6 +178,7 @@ def test_it_has_no_part_in_training_and_wrong_knobs_are_one_line() -> None:
         "bound": (2, "bound"),
         "beta": (64.0, "beta_most=32 is below beta=64"),
         "keys": ([{"feature": "x"}], r"keys\[0\].by"),
+        "unit": ("user", "unit"),
     }.items():
         with pytest.raises(UserError, match=says[1] if isinstance(says, tuple) else says):
             instantiate("answer_cache", {**KNOBS, wrong: says[0]})

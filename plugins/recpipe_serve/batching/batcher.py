@@ -121,11 +121,15 @@ class Batcher:
         if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
         if self.answers is not None:
-            found, asked.ticket = self.answers.find(asked)
+            found, ticket = self.answers.find(asked)
+            asked.done = done
             if found is not None:
-                asked.done = done
                 self._answer([asked], found)
                 return
+            part = None if ticket is None else self.answers.lacking(asked, ticket)
+            if part is not None:
+                part.whole, asked = asked, part
+            asked.ticket = ticket
         now = monotonic()
         patience = self.config.deadline_ms / 1e3
         if timeout is not None:  # the client's
@@ -179,6 +183,16 @@ class Batcher:
         else:
             done.set_result(None)
         return done
+
+    def whole_again(self) -> None:
+        """Have waiting requests, of which another version of the model has answered a part, scored as a
+        whole: no answer mixes two versions."""
+        for n, one in enumerate(self.queue):
+            if one.whole is not None:
+                whole = one.whole
+                whole.done, whole.since, whole.until, whole.alone = one.done, one.since, one.until, one.alone
+                whole.level = one.level
+                self.queue[n] = whole
 
     def encode_anew(self, encoded: Callable[[Asked], Asked]) -> None:
         """Have the waiting requests ``encoded`` again, for what scores them from now on."""
@@ -260,17 +274,22 @@ class Batcher:
         self._ended, end = monotonic(), 0
         for one in batch:
             start, end = end, end + one.samples
-            one.done(scores[start:end])
+            asked, answer = one, scores[start:end]
+            if one.whole is not None:
+                assert self.answers is not None
+                asked, answer = one.whole, self.answers.completed(one.ticket, answer)
+                asked.lacking = one.lacking
+            one.done(answer)
             if one.ticket is not None and not one.lacking:
                 self._keep(one.ticket, scores[start:end])
             if self.scored is None or one.taught is not None:
                 continue
             if not self._unseen:
                 self._loop.call_later(LATER, self.tell)
-            elif self._unseen_samples < UNSEEN <= self._unseen_samples + end - start:
+            elif self._unseen_samples < UNSEEN <= self._unseen_samples + asked.samples:
                 self._loop.call_soon(self.tell)  # after the answers
-            self._unseen.append((one, scores[start:end]))
-            self._unseen_samples += end - start
+            self._unseen.append((asked, answer))
+            self._unseen_samples += asked.samples
 
     def _keep(self, ticket: Any, scores: Array) -> None:
         """Give what was just answered to what stands in front of the model."""

@@ -54,6 +54,21 @@ class Form:
         """What each id must be below, uint64; set by ``Features``, which knows the tables."""
         self.single = all(isinstance(own, int) and own == 1 for own in lengths)
         """Whether there is one id in each bag."""
+        self._parts: dict[int, Form] = {}
+
+    def part(self, places: Array) -> Form:
+        """The form of these of its samples, int64 [M]."""
+        found = self._parts.get(len(places))
+        if found is None:
+            bags = [min(own, len(places)) if own == self.samples else own for own in self.bags]
+            lengths = [
+                own if isinstance(own, int) or self.bags[f] == 1 else own[places]
+                for f, own in enumerate(self.lengths)
+            ]
+            found = Form(len(places), bags, lengths)
+            if all(isinstance(own, int) for own in lengths):
+                self._parts[len(places)] = found
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +101,8 @@ class Asked:
     """By which what stands in front of the model knows it again (``AnswerServer``)."""
     lacking: str = ""
     """What other rows stood for those of, in its scores; mostly nothing."""
+    whole: Asked | None = field(default=None, repr=False)
+    """The request of which these are the samples that are not answered yet; None: these are all."""
     alone: bool = False
     """Whether it is scored in a batch of its own, since one with others failed."""
     samples: int = field(init=False)
@@ -93,6 +110,34 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.samples = self.form.samples
+
+    def part(self, places: Array) -> Asked:
+        """The same request for these of its samples alone, ``places`` int64 [M], ascending, M > 0."""
+        form = self.form.part(places)
+        pieces = [self._places(feature, places) for feature in form.order]
+        taken = slice(0, 0) if not pieces else np.concatenate(pieces)
+        return Asked(
+            self.dense[places],
+            self.ids[taken],
+            form,
+            [self.rows[place] for place in places.tolist()] if self.rows else (),
+            None if self.keys is None else self.keys[taken],
+            None if self.weights is None else self.weights[taken],
+        )
+
+    def _places(self, feature: int, places: Array) -> Array:
+        """Where the ids of a feature are of these samples."""
+        form, own = self.form, self.form.slices[feature]
+        lengths, bags = form.lengths[feature], form.bags[feature]
+        if bags == 1:
+            return np.arange(own.start, own.stop)
+        if isinstance(lengths, int):
+            each: Array = own.start + places[:, None] * lengths + np.arange(lengths)
+            return each.reshape(-1)
+        starts, counts = own.start + np.cumsum(lengths) - lengths, lengths[places]
+        begins = starts[places] - (np.cumsum(counts) - counts)
+        found: Array = np.repeat(begins, counts) + np.arange(counts.sum())
+        return found
 
     def bags(self, feature: int, of_each: bool = False, keyed: bool = False) -> FeatureBags:
         """What the request has of a feature: N bags, or one that all samples share, which is repeated if bags

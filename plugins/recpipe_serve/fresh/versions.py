@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from recpipe.answers.apply import require_replaceable, same_bits
@@ -208,11 +209,10 @@ class Versions:
             maps[name] = RowMap(*with_ids(before.keys, before.rows, keys, own))
         numbers = {about["entity"]: n for n, about in enumerate(manifest.get("effects", ()))}
         effects = {}
-        for entity, own in delta.coefficients(manifest):
-            rows_of, keys, means = (
-                torch.from_numpy(each.copy()) for each in (own.rows, own.records[:, 0], own.parts["means"])
-            )
-            effects[numbers[entity]] = Coefficients(rows_of, keys, means, own.used)
+        for entity, learnt in delta.coefficients(manifest):
+            given = learnt.rows, learnt.records[:, 0], learnt.parts["means"]
+            ids, keys, means = (torch.from_numpy(each.copy()) for each in given)
+            effects[numbers[entity]] = Coefficients(ids, keys, means, learnt.used)
         return Step(rows, maps, moved, effects)
 
     def move(self, place: int) -> None:
@@ -258,7 +258,7 @@ class Versions:
                 found.setdefault(names.index(about["entity"]), []).extend(own)
         if any("map" in self.answering.manifest["sparse"][place] for place in found):
             return None  # entities are keys there, and not rows
-        return {feature: torch.cat(own).unique() for feature, own in found.items()}
+        return {feature: torch.from_numpy(np.unique(torch.cat(own))) for feature, own in found.items()}
 
     def forget(self) -> None:
         """Let versions go beyond ``most``, the oldest ones first, which both scorers have passed."""

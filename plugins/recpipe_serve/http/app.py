@@ -25,6 +25,7 @@ from recpipe.errors import StoreError, shown
 from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.batcher import Batcher, Score
 from recpipe_serve.batching.forms import Array, Asked
+from recpipe_serve.batching.scorer import Side
 from recpipe_serve.batching.statistics import SharedStatistics
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, WrongIds, bad
@@ -110,7 +111,7 @@ class Server(HttpModel):
             self.metrics.show(answers.counted)
         self._make_monitor = partial(Monitor, config=config, folder=folder, number=number)
         self.monitor = self._make_monitor(manifest)
-        self.batcher.scored = self.monitor.saw
+        self.batcher.scored = self._watch
         self.models = OneModel(self, self._count_unknown)
         self.store: FeatureStore | None = None
         """Fills raw rows."""
@@ -119,6 +120,11 @@ class Server(HttpModel):
         """Called after a request was answered, with its inputs and scores [N, T]."""
         self.routes: Callable[[], Mapping[str, Any]] | None = None
         """Tells where requests for the model go, if it has several versions."""
+
+    def _watch(self, sides: Sequence[Side], scores: Array) -> None:
+        """What was scored lately, for the monitor, and what plugins have counted by then."""
+        self.monitor.saw(sides, scores)
+        self.metrics.write()
 
     def use(
         self,
@@ -133,6 +139,7 @@ class Server(HttpModel):
         """Score by ``score`` of another package with this ``manifest`` from the next batch on, and encode raw
         values by its ``preparation``, and keys by its ``maps``. It takes and gives what the one before did;
         the metrics call it ``package``. It is watched anew."""
+        self.batcher.whole_again()
         if preparation != self.preparation or maps != self.features.maps:
             self.preparation, self.features.maps = preparation, maps
             self.heads.use(preparation)
@@ -141,7 +148,7 @@ class Server(HttpModel):
             self.batcher.tell()
             monitor = self._make_monitor(manifest)
             self.monitor.close()
-            self.manifest, self.monitor, self.batcher.scored = manifest, monitor, monitor.saw
+            self.manifest, self.monitor = manifest, monitor
         self.batcher.score, self.candidates, self.learner = score, candidates, learner
         self.metrics.serves(package)
 

@@ -55,6 +55,7 @@ class Metrics(DoorMetrics):
     def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
         super().__init__()
         self.gauges = Gauges(compared)
+        self._shown: list[tuple[Callable[[], Mapping[str, float]], dict[str, Gauge]]] = []
         self.several = several
         self._answers: deque[tuple[int, float, int | None]] = deque()
         """Answers that are not counted yet: status, seconds, requests that wait if it is known."""
@@ -135,14 +136,28 @@ class Metrics(DoorMetrics):
                     self.queue.set(waiting)
 
     def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
-        """Show what a plugin has counted, too."""
-        for name in counted():
-            gauge = Gauge(f"recpipe_{name}", "Counted by a plugin of the server", registry=self.registry)
+        """Show what a plugin has counted, too; of several processes each one's own, under its ``pid``."""
+        told = "Counted by a plugin of the server"
+        gauges = {
+            name: Gauge(f"recpipe_{name}", told, registry=self.registry, multiprocess_mode="liveall")
+            for name in counted()
+        }
+        if self.several:  # whoever answers shows what all have written
+            self._shown.append((counted, gauges))
+            return
+        for name, gauge in gauges.items():
             gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
+
+    def write(self) -> None:
+        """Write what plugins have counted where the process that shows it finds it."""
+        for counted, gauges in self._shown:
+            for name, value in counted().items():
+                gauges[name].set(value)
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         self.count()
+        self.write()
         own = CollectorRegistry()
         own.register(self.gauges)
         if not self.several:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def supervised(
     started = [0]
 
     def arguments(
-        directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]
+        directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int], plugins: Any
     ) -> list[str]:
         started[0] += 1
         own = [str(sockets[1]), str(started[0]), str(notes)]

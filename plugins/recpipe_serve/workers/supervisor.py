@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,8 @@ class Slot:
 class Supervisor:
     """Keeps ``config.workers`` workers alive, which answer on ``listening``. ``folder``: for their figures.
 
-    ``started``: called with the largest difference of golden scores when all of them answer.
+    ``started``: called with the largest difference of golden scores when all of them answer. ``plugins``: the
+    words that choose what each of them puts requests to before the model.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Supervisor:
         listening: socket.socket,
         folder: Path,
         started: Callable[[str], None],
+        plugins: Sequence[str] = (),
     ) -> None:
-        self.directory, self.config, self.name = directory, config, name
+        self.directory, self.config, self.name, self.plugins = directory, config, name, plugins
         self.listening, self.folder, self.started = listening, folder, started
         self.slots = [Slot(number) for number in range(config.workers)]
         self._selector = selectors.DefaultSelector()
@@ -123,7 +125,7 @@ class Supervisor:
         with its:
             # In a process group of its own: Ctrl-C reaches the supervisor, which stops all of them.
             slot.process = subprocess.Popen(
-                arguments(self.directory, self.config, self.name, slot.number, sockets),
+                arguments(self.directory, self.config, self.name, slot.number, sockets, self.plugins),
                 pass_fds=sockets,
                 process_group=0,
                 env={**os.environ, DIRECTORY: str(self.folder)},

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import uvloop
 
+from recpipe.answers.words import the_plugins
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import old_objects_kept, quieted
 from recpipe.errors import UserError
@@ -176,14 +178,23 @@ def _say(channel: socket.socket, what: str, about: str) -> None:
         channel.send(f"{what} {about}".encode()[:LARGEST])
 
 
-def arguments(directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int]) -> list[str]:
-    """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it."""
+def arguments(
+    directory: Path,
+    config: ServeConfig,
+    name: str,
+    number: int,
+    sockets: list[int],
+    plugins: Sequence[str] = (),
+) -> list[str]:
+    """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it;
+    ``plugins``: the words that choose what each worker puts requests to before the model."""
     about = {
         "directory": str(directory),
         "config": asdict(config),
         "name": name,
         "number": number,
         "sockets": sockets,
+        "plugins": [*plugins],
     }
     return [sys.executable, "-m", "recpipe_serve", json.dumps(about)]
 
@@ -198,7 +209,11 @@ def main() -> int:
         prepare_process()
         with quieted(), alone(), capture_logs(None), suppress(KeyboardInterrupt):
             try:
-                worker = Worker(directory, config, about["name"], several=True, number=about["number"])
+                answers = None
+                if about["plugins"]:
+                    (answers,) = the_plugins(about["plugins"], (AnswerServer,), "serve", "answer_cache")
+                own = about["name"], None, True, about["number"]
+                worker = Worker(directory, config, *own, answers=answers)
             except UserError as fault:
                 _say(channel, "refused", str(fault))
                 return 2
