@@ -397,8 +397,8 @@ def _packaged(folder: Path) -> Path:
 def serve_nothing(package: Path, port: int) -> None:
     """The server around a model that takes no time."""
     from recpipe_serve.config import ServeConfig
+    from recpipe_serve.served import ServedPackage
     from recpipe_serve.workers import worker
-    from recpipe_serve.workers.package import ServedPackage
 
     from recpipe.tasks.process import prepare_process
 

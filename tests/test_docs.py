@@ -291,7 +291,7 @@ def test_commands_compose(arguments: list[str]) -> None:
     if arguments[0] == "schema":
         of_command(arguments[1:])
         return
-    words = {"sweep-report": 2, "unshard": 3}
+    words = {"sweep-report": 2, "unshard": 3, "deploy": 4}
     if arguments[0] in words:
         assert len(arguments) == words[arguments[0]]
         return

@@ -26,7 +26,7 @@ from recpipe.errors import UserError
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 
-from recpipe_serve.workers.package import load
+from recpipe_serve.served import load
 
 from recpipe.data.schema import Schema
 from recpipe.plugin.tables import SparseFeature

@@ -25,7 +25,7 @@ from recpipe_serve.models import READY, UNAVAILABLE, ServedModels, entry
 from recpipe_serve.repository.layout import ModelFolder, Routes, read_model, read_repository
 from recpipe_serve.repository.shadow import Shadow
 from recpipe_serve.repository.turns import Turns
-from recpipe_serve.workers.package import ServedPackage, require_same
+from recpipe_serve.served import ServedPackage, require_same
 
 log = logging.getLogger("recpipe")
 

@@ -23,7 +23,7 @@ from recpipe_serve.config import ServeConfig
 from recpipe_serve.http.app import Server
 from recpipe_serve.http.features import Features
 from recpipe_serve.http.raw import RawValues
-from recpipe_serve.workers.package import Loaded, load
+from recpipe_serve.served import Loaded, load
 
 import recpipe
 from recpipe.config.compose import compose

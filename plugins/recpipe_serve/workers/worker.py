@@ -38,7 +38,7 @@ from recpipe_serve.http.metrics import DIRECTORY
 from recpipe_serve.repository.layout import is_repository
 from recpipe_serve.repository.models import Repository
 from recpipe_serve.row_server import RowServer
-from recpipe_serve.workers.package import ServedPackage
+from recpipe_serve.served import ServedPackage
 
 if TYPE_CHECKING:
     from recpipe_serve.access.spans import Spans
