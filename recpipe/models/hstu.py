@@ -61,7 +61,9 @@ class HSTU(nn.Module):
         for side, event in zip(sides, self.histories.widths, strict=True):
             tokens, buckets = side.length + (not retrieval), time_buckets if side.ages else 0
             transducers.append(
-                Transducer(tokens, event, width, heads, units, buckets, activation_checkpointing)
+                Transducer(
+                    tokens, event, width, heads, units, buckets, activation_checkpointing, not retrieval
+                )
             )
         self.transducers = nn.ModuleList(transducers)
         outputs = width if retrieval else outputs_of(schema)

@@ -76,16 +76,26 @@ class Transducer(nn.Module):
     """Units over a history's events and, if asked for, the target after them."""
 
     def __init__(
-        self, tokens: int, event: int, width: int, heads: int, units: int, buckets: int, recompute: bool
+        self,
+        tokens: int,
+        event: int,
+        width: int,
+        heads: int,
+        units: int,
+        buckets: int,
+        recompute: bool,
+        normed: bool = False,
     ) -> None:
         """``buckets``: of times between events, 0: these are not known; ``recompute``: whether the backward
-        pass computes units again, of which inputs alone are kept."""
+        pass computes units again, of which inputs alone are kept; ``normed``: whether tokens enter units
+        normalized, as in the authors' ranker, so that small rows count as much as what units add to them."""
         super().__init__()
         self.buckets, self.recompute = buckets, recompute
         # With a bias: norms would else make as much of rows that are hardly trained as of others. Rows enter
         # as they are at first, times the root of their width as in the authors' code: they are small, and a
         # bias and what units add would drown them.
         self.enter = as_they_are(nn.Linear(event, width), event**0.5)
+        self.entered: nn.Module = nn.LayerNorm(width) if normed else nn.Identity()
         self.units = nn.ModuleList(Unit(tokens, width, heads, buckets) for _ in range(units))
         self.norm = nn.LayerNorm(width)
 
@@ -94,7 +104,7 @@ class Transducer(nn.Module):
     ) -> torch.Tensor:
         """Of each token, float32 [B, N, width]; ``events``: [B, N, E], ``present``: bool [B, N], ``ages``:
         float32 [B, N]."""
-        tokens, seen = self.enter(events), up_to_each(present)
+        tokens, seen = self.entered(self.enter(events)), up_to_each(present)
         between = None if ages is None else buckets_between(ages, self.buckets)
         for unit in self.units:
             if self.recompute and torch.is_grad_enabled():

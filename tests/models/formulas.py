@@ -442,7 +442,10 @@ def dien_loss(w: Weights, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
 
 
 def hstu(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
-    states = [hstu_states(w, torch.cat([events, target[None]]))[-1] for events, target in w.history(batch)]
+    states = [
+        hstu_states(w, torch.cat([events, target[None]]), ranks=True)[-1]
+        for events, target in w.history(batch)
+    ]
     return w.last_layers("top", torch.cat([w.context(batch, schema), torch.stack(states)], dim=1))
 
 
@@ -454,16 +457,22 @@ def hstu_with_ages(w: Weights, batch: Batch, schema: Schema) -> torch.Tensor:
         w.history(batch), batch.dense[:, 1 : HISTORY + 1].tolist(), strict=True
     ):
         own = [*ages[HISTORY - len(events) :], 0.0]
-        states.append(hstu_states(w, torch.cat([events, target[None]]), HISTORY + 1, own)[-1])
+        states.append(hstu_states(w, torch.cat([events, target[None]]), HISTORY + 1, own, ranks=True)[-1])
     return w.last_layers("top", torch.cat([w.context(others, schema), torch.stack(states)], dim=1))
 
 
 def hstu_states(
-    w: Weights, events: torch.Tensor, most: int = HISTORY + 1, ages: Sequence[float] = ()
+    w: Weights,
+    events: torch.Tensor,
+    most: int = HISTORY + 1,
+    ages: Sequence[float] = (),
+    ranks: bool = False,
 ) -> torch.Tensor:
-    """Of each token, of which there are up to ``most``."""
+    """Of each token, of which there are up to ``most``; where a model ``ranks``, they enter normalized."""
     name = "transducers.0"
     x = w.linear(f"{name}.enter", events)
+    if ranks:
+        x = w.norm(f"{name}.entered", x)
     for unit in (f"{name}.units.{n}" for n in range(2)):
         made = F.silu(w.linear(f"{unit}.project", w.norm(f"{unit}.norm", x, 1e-6)))
         u, v, q, k = made.chunk(4, dim=1)
