@@ -330,11 +330,19 @@ def with_ids(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A map's ``keys`` int64 [n], ascending, and ``rows`` int32 [n] once the keys ``changed`` int64 [m],
     ascending, have the rows ``new`` int32 [m], or none where that is -1."""
-    stay = ~torch.isin(keys, changed)
-    got = new >= 0
-    keys, rows = torch.cat((keys[stay], changed[got])), torch.cat((rows[stay], new[got]))
-    order = keys.argsort()
-    return keys[order], rows[order]
+    at = torch.searchsorted(keys, changed).clamp_(max=len(keys) - 1)
+    stay = torch.ones(len(keys), dtype=torch.bool)
+    stay[at[keys[at] == changed]] = False
+    keys, rows, got = keys[stay], rows[stay], new >= 0
+    # Both are ascending: each of the new ones comes behind those that are less.
+    places = torch.searchsorted(keys, changed[got]) + torch.arange(int(got.sum()))
+    others = torch.ones(len(keys) + len(places), dtype=torch.bool)
+    others[places] = False
+    made = keys.new_empty(len(others)), rows.new_empty(len(others))
+    for values, own, before in zip(made, (changed, new), (keys, rows), strict=True):
+        values[places] = own[got]
+        values[others] = before
+    return made
 
 
 def write_delta(folder: Path, before: Version, change: Change, key: PrivateKey | None = None) -> Delta:

@@ -1,9 +1,10 @@
 """``trainer.publish``: a running training writes deltas of a package, for servers that follow it.
 
 After a step that is due, the training thread copies what has changed since the delta before: the rows of the
-tables, the ids that got or lost rows, the dense part. Another thread encodes and writes them, while training
-goes on. So a delta is the model after one step, whole. If the one before is still being written, the next
-steps' changes are added to the next one's, and training does not wait.
+tables, most of which were copied in parts after the steps before (``Copies``), the ids that got or lost rows,
+the dense part. Another thread encodes and writes them, while training goes on. So a delta is the model after
+one step, whole. If the one before is still being written, the next steps' changes are added to the next
+one's, and training does not wait. A run that waits for records writes the delta whose time comes meanwhile.
 
 The chain begins with a base: a package that is made of the model that the run starts with, or one that the
 user gives. Where there is a chain already, in a run that is resumed for instance, the first delta has
@@ -16,6 +17,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers.apply import BASE
+from recpipe.answers.copies import LEAST, MOST, Copies, Pieces, latest, parts_for
 from recpipe.answers.delta import PARTIAL, Change, Delta, Version, write_delta
 from recpipe.answers.made_base import make_base
 from recpipe.answers.manifest import is_package, private_key
@@ -39,14 +42,14 @@ from recpipe.errors import UserError
 from recpipe.plugin.tables import row_chunks
 from recpipe.setup.training import Training
 from recpipe.tables.changes import ChangedIds, ChangedRows, ChangedRowsOf
-from recpipe.tables.collection import ReadsRows
 from recpipe.training.config import PublishConfig
 from recpipe.training.evaluation import EvaluationStopped
 
 log = logging.getLogger("recpipe")
 LOCK = ".publish.lock"
 REMEDY = "choose another directory, trainer.publish.dir=DIRECTORY"
-
+NOTHING, DELTA = 0, -1
+"""What there is to do after a step, where it is no copy of a part."""
 
 Left = dict[str, NDArray[np.int64]]
 """By table of the package, ids whose rows have hardly moved and were left out, int64 [n]."""
@@ -54,13 +57,13 @@ Left = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Copied:
-    """What has changed by the end of ``step``. ``rows``: by table of the package, ids int64 [n], ascending,
-    and weights float32 [n, D]; ``time``, ``since``: when this state was, and that of the delta before."""
+    """What has changed by the end of ``step``. ``pieces``: of each group, copies of its rows; ``time``,
+    ``since``: when this state was, and that of the delta before."""
 
     step: int
     time: float
     since: float
-    rows: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]
+    pieces: Pieces
     ids: ChangedRowsOf
     dense: dict[str, torch.Tensor]
     progressive: dict[str, dict[str, float | None]] | None
@@ -72,6 +75,11 @@ class Publisher(L.Callback):
     ``late`` gets the error of a last delta that could not be written.
     """
 
+    clock = staticmethod(time.monotonic)
+    """By which deltas are due, in seconds; nobody sets it."""
+    wall = staticmethod(time.time)
+    """What deltas say of when they were, in seconds since 1970."""
+
     def __init__(self, config: PublishConfig, training: Training, late: list[UserError]) -> None:
         assert config.dir is not None, "it is asked for"
         self.config, self.training, self.late = config, training, late
@@ -81,6 +89,7 @@ class Publisher(L.Callback):
         self.trainers = training.module.trainers
         self.places = table_places(training.model)
         self.changes: list[ChangedRows | None] = []
+        self.copies = Copies(training, ())
         self.changed_ids: ChangedIds | None = None
         self.published: Published | None = None
         """What servers have, on the rank that writes."""
@@ -89,7 +98,12 @@ class Publisher(L.Callback):
         self.written = 0
         self.rows = 0
         self.longest = 0.0
-        """The longest that a step has waited for a copy, in seconds."""
+        """The longest that a step has waited for copies, in seconds."""
+        self._copying = 0.0
+        """Seconds that the copies for the next delta have taken."""
+        self._parts = LEAST
+        self._step = 0
+        """The latest."""
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[tuple[Delta, Left]] | None = None
         self._copied: Copied | None = None
@@ -97,7 +111,7 @@ class Publisher(L.Callback):
         self._fault: UserError | None = None
         """Why the latest delta could not be written."""
         self._lock: LockFile | None = None
-        self._last_step, self._last_time = 0, math.nan
+        self._last_step, self._last, self._since = 0, -math.inf, math.nan
         require_readable(training)
 
     # -- the run -----------------------------------------------------------------------------
@@ -109,6 +123,7 @@ class Publisher(L.Callback):
             None if group.tables.optimizer.frozen else ChangedRows(group.tables)
             for group in embeddings.tables.groups
         ]
+        self.copies = Copies(self.training, self.changes)
         for tables, changes in zip(embeddings.groups, self.changes, strict=True):
             tables.changes = changes
         if embeddings.growing is not None:
@@ -116,7 +131,7 @@ class Publisher(L.Callback):
         base = Path(self.config.base).expanduser() if self.config.base else self.folder / BASE
         if self.leads:
             self._take_folder()
-        there = self._agreed(is_package(base) if self.leads else False)
+        there = bool(self._agreed(int(self.leads and is_package(base))))
         if not there and self.config.base:
             raise UserError(f"trainer.publish.base={base} is no package: make it with recpipe package")
         if not there:
@@ -128,7 +143,10 @@ class Publisher(L.Callback):
         if there:
             self._note_differences()
         self._writer = ThreadPoolExecutor(1, "recpipe-publish") if self.leads else None
-        self._last_step, self._last_time = trainer.global_step, time.time()
+        self._last_step, self._last, self._since = trainer.global_step, self.clock(), self.wall()
+        self._step = trainer.global_step
+        if self.config.every_seconds is not None and self.trainers.size == 1:
+            self.training.module.loader.while_waiting = self._wait
         if self.published is not None:
             log.info(
                 "publishing to %s from delta %d on, of base %s",
@@ -138,15 +156,41 @@ class Publisher(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Copy what has changed, if it is time and the delta before is written."""
+        """Copy what has changed, if it is time and the delta before is written, or a part if it is soon."""
+        self._step = step = trainer.global_step
+        every = self.config.every_steps
+        if every is not None and self._last_step + every - step > MOST:
+            return
+        what = self._agreed(self._what(step) if self.leads else NOTHING)
+        if what == DELTA:
+            self._publish(step)
+        elif what:
+            started = perf_counter()
+            self.copies.make_part(what)
+            self._took(perf_counter() - started)
+
+    def _what(self, step: int) -> int:
+        """What is to be done after ``step``: ``NOTHING``, a ``DELTA``, or a copy of one of so many parts."""
         every, seconds = self.config.every_steps, self.config.every_seconds
+        steps, passed, parts = step - self._last_step, self.clock() - self._last, self._parts
         if every is not None:
-            due = trainer.global_step - self._last_step >= every
+            left: float = every - steps
+            parts = min(parts, max(1, every - 1))
         else:
-            due = self.leads and time.time() - self._last_time >= (seconds or 0)
-            due = self._agreed(due)
-        if due and self._agreed(self.leads and self._idle()):
-            self._publish(trainer.global_step)
+            left = max(0.0, (seconds or 0.0) - passed) * steps / max(passed, 1e-9)
+        if left <= 0 and self._idle():
+            return DELTA
+        return parts if left <= parts and not self.copies.full else NOTHING
+
+    def _wait(self) -> None:
+        """Training waits for records: write a delta whose time has come."""
+        due = self.clock() - self._last >= (self.config.every_seconds or 0)
+        if due and self._step > self._last_step and self._idle():
+            self._publish(self._step)
+
+    def _took(self, seconds: float) -> None:
+        self.longest = max(self.longest, seconds)
+        self._copying += seconds
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what the last steps have changed."""
@@ -157,7 +201,7 @@ class Publisher(L.Callback):
         try:
             if self.leads:
                 self._idle(wait=True)
-            if self._agreed(step > self._last_step or self._fault is not None):
+            if self._agreed(int(step > self._last_step or self._fault is not None)):
                 self._publish(step)
                 if self.leads:
                     self._idle(wait=True)
@@ -185,6 +229,7 @@ class Publisher(L.Callback):
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
+        self.training.module.loader.while_waiting = None
         for tables in self.training.model.embeddings.groups:
             tables.changes = None
         if self.training.model.embeddings.growing is not None:
@@ -223,10 +268,12 @@ class Publisher(L.Callback):
         except OSError as fault:
             self._fault = unwritable(self.folder, fault, REMEDY)
             log.warning("%s; what has changed goes into the next delta", self._fault)
-            self._note({name: ids for name, (ids, _) in copied.rows.items()})
+            for changes, pieces in zip(self.changes, copied.pieces, strict=True):
+                for rows, _ in pieces if changes is not None else ():
+                    changes.add(rows)  # type: ignore[union-attr]
             if self.changed_ids is not None:
                 self.changed_ids.put_back(copied.ids)
-            self._last_time = copied.since
+            self._since, self._last = copied.since, -math.inf
             return True
         self._note(left)
         self._fault = None
@@ -244,60 +291,53 @@ class Publisher(L.Callback):
     def _publish(self, step: int) -> None:
         """Copy what has changed; the first trainer begins to write it."""
         started = perf_counter()
-        rows = self._copied_rows()
+        pieces = self.copies.take()
         ids: ChangedRowsOf = {} if self.changed_ids is None else self.changed_ids.taken()
-        self._last_step = step
+        steps, self._last_step = step - self._last_step, step
+        since, before = self._since, self._last
+        self._since, self._last = self.wall(), self.clock()
         if self.published is None or self._writer is None:
             return
-        since, self._last_time = self._last_time, time.time()
         dense = self.published.dense_of(self.training.model)
         told = figures_of_latest(self.training.progressive)
-        self._copied = Copied(step, self._last_time, since, rows, ids, dense, told)
+        self._copied = Copied(step, self._since, since, pieces, ids, dense, told)
         self._writing = self._writer.submit(self._write, self.published.version, self._copied)
-        self.longest = max(self.longest, perf_counter() - started)
+        self._took(perf_counter() - started)
+        if steps and math.isfinite(before):
+            self._parts = parts_for(self._copying, (self._last - before) / steps)
+        self._copying = 0.0
 
-    def _copied_rows(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        """By table of the package, the rows that have changed since the last time: ids int64 [n], ascending,
-        and weights float32 [n, D]. All trainers call it."""
-        found: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        embeddings = self.training.model.embeddings
-        for number, changes in enumerate(self.changes):
-            if changes is None:
+    def _by_table(self, pieces: Pieces) -> Iterator[tuple[str, NDArray[np.int64], NDArray[np.float32]]]:
+        """By table of the package, ids int64 [n], ascending, and weights float32 [n, D]."""
+        for group, own in enumerate(pieces):
+            found = latest(own)
+            if found is None:
                 continue
-            rows = changes.taken()
-            if self.trainers.size > 1:
-                rows = np.unique(np.concatenate(self.trainers.gather(rows)))
-            if not len(rows):
-                continue
-            reader = embeddings.collections[number].offers(ReadsRows)
-            assert reader is not None, "it has been checked"
-            weights = reader.weights_of(rows)
+            rows, weights = found
             for place in self.places:
-                if place.group == number:
-                    own = slice(*np.searchsorted(rows, (place.first, place.first + place.rows)))
-                    if own.start < own.stop:
-                        found[place.name] = rows[own] - place.first, weights[own]
-        return found
+                if place.group == group:
+                    part = slice(*np.searchsorted(rows, (place.first, place.first + place.rows)))
+                    if part.start < part.stop:
+                        yield place.name, rows[part] - place.first, weights[part]
 
     def _write(self, version: Version, copied: Copied) -> tuple[Delta, Left]:
         """Encode the rows and write the delta; in a thread of its own. Which rows were left out is noted by
         the thread that trains."""
         assert self.published is not None
-        rows, left = {}, Left()
-        for name, (ids, weights) in copied.rows.items():
+        rows, left, moved_to = {}, Left(), []
+        for name, ids, weights in self._by_table(copied.pieces):
             if self._shown:
                 moved = np.abs(weights - self._shown[name][ids]).max(1) > self.config.threshold
                 left[name], ids, weights = ids[~moved], ids[moved], weights[moved]
             if len(ids):
                 kind = self.published.kind(name)
                 rows[name] = ids, kind, encode_rows(torch.from_numpy(weights), kind, name, numbers=ids)
+                moved_to.append((name, ids, weights))
         counts, told = {name: len(ids) for name, ids in left.items()}, copied.progressive
         change = Change(copied.step, copied.time, copied.since, rows, copied.ids, copied.dense, counts, told)
         delta = write_delta(self.folder, version, change, self.key)
-        for name in rows if self._shown else ():
-            ids, weights = copied.rows[name]
-            own = np.isin(ids, rows[name][0])
-            self._shown[name][ids[own]] = weights[own]
+        for name, ids, weights in moved_to if self._shown else ():
+            self._shown[name][ids] = weights
         return delta, left
 
     # -- a chain that is there already ---------------------------------------------------------
@@ -335,8 +375,8 @@ class Publisher(L.Callback):
         if differ:
             log.info("%s rows differ from those that were published last", f"{differ:,}")
 
-    def _agreed(self, mine: bool) -> bool:
+    def _agreed(self, mine: int) -> int:
         """What the first trainer says; all call it."""
         if self.trainers.size == 1:
             return mine
-        return bool(self.trainers.gather(np.array([mine]))[0][0])
+        return int(self.trainers.gather(np.array([mine]))[0][0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from threading import Event
@@ -39,6 +39,8 @@ from recpipe.tables.inputs import Inputs
 
 WAITED = 1e-3
 """A batch counts as waited for if training waited so many seconds for it."""
+WAITING = 0.1
+"""Seconds from one call of ``while_waiting`` to the next."""
 SLOW = 8
 """If training waits for more than one batch in so many, the next ones are read earlier."""
 
@@ -102,6 +104,9 @@ class TrainLoader:
         """How many batches of the epoch training has not got yet."""
         self.lookups = 0
         """How many ids training has got on this rank since this loader was made."""
+        self.while_waiting: Callable[[], None] | None = None
+        """Called now and then, between two steps, while training waits for a batch; not where tables are
+        sharded."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -201,7 +206,7 @@ class TrainLoader:
         while True:
             asked = perf_counter()
             with phase("input"):
-                batch = upcoming().result()
+                batch = self._waited_for(upcoming())
             if batch is None:
                 return
             waits += bool(yielded) and perf_counter() - asked > WAITED
@@ -220,6 +225,13 @@ class TrainLoader:
                 batch.read_next, batch.next_is_slow = upcoming, waits * SLOW > yielded
             yield batch
             yielded += 1
+
+    def _waited_for(self, reading: Future[InFlight | None]) -> InFlight | None:
+        while self.while_waiting is not None:
+            if reading in wait((reading,), WAITING).done:
+                break
+            self.while_waiting()
+        return reading.result()
 
     def _linked(self, worker: ThreadPoolExecutor, reads: Iterator[InFlight]) -> Iterator[InFlight]:
         """Yield each batch with the next one; the one after that is read while this batch trains.

@@ -46,11 +46,18 @@ class ChangedRows:
         """Note these ``rows`` of the group."""
         self._marks[torch.from_numpy(rows).to(self._marks.device)] = True
 
-    def taken(self) -> RowIds:
-        """The rows that have changed, ascending, int64 [n], of which none is noted any more."""
-        rows = self._marks.nonzero().view(-1)
-        self._marks[rows] = False
-        found: RowIds = rows.cpu().numpy()
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return len(self._marks)
+
+    def taken(self, low: int = 0, high: int | None = None) -> RowIds:
+        """The rows in [low, high) that have changed, ascending, int64 [n], of which none is noted any
+        more."""
+        part = self._marks[low:high]
+        rows = part.nonzero().view(-1)
+        part.zero_()
+        found: RowIds = rows.cpu().numpy() + low
         return found
 
 

@@ -186,13 +186,14 @@ class ResidentCollection(AllResident, GroupTables):
 
     def weights_of(self, rows: RowIds) -> NDArray[np.float32]:
         # Ascending, so that each table's are side by side; without the optimizer's state.
-        cuts, found = np.searchsorted(rows, self.tables.layout.bases), []
+        cuts = np.searchsorted(rows, self.tables.layout.bases)
+        found = torch.empty(len(rows), self.tables.dim, device=self.device)
         for table, base, (low, high) in zip(
             self.tables.layout.tables, self.tables.layout.bases, pairwise(cuts), strict=False
         ):
-            local = torch.from_numpy(rows[low:high] - base).to(self.device)
-            found.append(self._storage[table][0].detach()[local])
-        return to_numpy(torch.cat(found))
+            weights, local = self._storage[table][0].detach(), torch.from_numpy(rows[low:high] - base)
+            found[low:high] = weights.index_select(0, local.to(self.device))
+        return to_numpy(found)
 
     def replace_records(self, rows: RowIds, records: torch.Tensor) -> None:
         with torch.no_grad():

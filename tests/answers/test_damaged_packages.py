@@ -30,6 +30,7 @@ from recpipe_serve.served import load
 
 from recpipe.data.schema import Schema
 from recpipe.plugin.tables import SparseFeature
+from tests.answers.signing import made_keys, write_pair
 
 SCHEMA = Schema(("x", "y"), (SparseFeature("a", 9), SparseFeature("b", 6)))
 
@@ -327,25 +328,10 @@ def test_a_package_that_is_a_link(whole: Path, tmp_path: Path) -> None:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two pairs of keys: mine.pem, mine.pub, other.pem, other.pub; and one of another kind."""
     pytest.importorskip("cryptography", reason="recpipe[sign] is not installed")
-    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        PublicFormat,
-    )
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    folder = tmp_path_factory.mktemp("keys")
-    made = {
-        "mine": ed25519.Ed25519PrivateKey.generate(),
-        "other": ed25519.Ed25519PrivateKey.generate(),
-        "curve": ec.generate_private_key(ec.SECP256R1()),
-    }
-    for name, key in made.items():
-        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        (folder / f"{name}.pem").write_bytes(private)
-        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        (folder / f"{name}.pub").write_bytes(public)
+    folder = made_keys(tmp_path_factory.mktemp("keys"))
+    write_pair(folder, "curve", ec.generate_private_key(ec.SECP256R1()))
     return folder
 
 

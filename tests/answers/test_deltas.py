@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count, cycle, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from recpipe_low_precision.checkpoint import write_quantized
+from recpipe_serve.fresh.reading import DeltaReader
 
 import recpipe
 from recpipe.answers import publish, score
 from recpipe.answers.apply import apply_command, apply_deltas, chain_lines, log_command
-from recpipe.answers.delta import Change, Delta, Version, deltas_in, with_ids, write_delta
+from recpipe.answers.copies import Piece, latest, parts_for
+from recpipe.answers.delta import (
+    DIGEST,
+    MANIFEST,
+    SIGNATURE,
+    Change,
+    Delta,
+    Version,
+    deltas_in,
+    with_ids,
+    write_delta,
+)
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.parts import MAPS
 from recpipe.answers.publish import Publisher
@@ -25,9 +41,13 @@ from recpipe.answers.trained import open_trained
 from recpipe.checkpoint.table_io import newest
 from recpipe.config.compose import compose
 from recpipe.errors import UserError
+from recpipe.pipeline.batch import InFlight
+from recpipe.pipeline.loader import TrainLoader
+from recpipe.plugin.batch import Batch
 from recpipe.private_api.compiled import compiler
 from recpipe.run import run
 from recpipe.tables.changes import NO_ROW, ChangedIds, ChangedRows
+from tests.answers.signing import made_keys
 from tests.data.test_growing_files import folder as growing_folder
 from tests.data.test_growing_files import words as growing_words
 from tests.processes import Cli, run_ranks
@@ -73,14 +93,21 @@ class Chain:
     words: list[str]
 
 
-def published(place: Path, words: list[str], *more: str) -> Chain:
+def published(place: Path, words: list[str], *more: str, sign: Path | None = None) -> Chain:
     """Train, package, go on and publish, and package again."""
     start = trained(words, place / "start", FIRST)
-    base = recpipe.package(start, place / "base.recpipe", reference=False, quiet=True)
+    base = recpipe.package(start, place / "base.recpipe", reference=False, sign=sign, quiet=True)
     own = [f"trainer.publish={{dir: {place}/deltas, base: {base}, every_steps: 2}}", f"resume={start}"]
+    own += [] if sign is None else [f"trainer.publish.sign={sign}"]
     end = trained(words, place / "end", LAST, *own, *more)
     whole = recpipe.package(end, place / "whole.recpipe", reference=False, quiet=True)
     return Chain(base, place / "deltas", whole, start, words)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """A folder with two pairs of keys: mine.pem, mine.pub, other.pem, other.pub; None: there can be none."""
+    return made_keys(tmp_path_factory.mktemp("keys")) if find_spec("cryptography") else None
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -107,8 +134,10 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return published(tmp_path_factory.mktemp("published"), list(SYNTHETIC))
+def chain(tmp_path_factory: pytest.TempPathFactory, keys: Path | None) -> Chain:
+    """Base and deltas are signed, where that is possible."""
+    sign = None if keys is None else keys / "mine.pem"
+    return published(tmp_path_factory.mktemp("published"), list(SYNTHETIC), sign=sign)
 
 
 @needs_compiler
@@ -134,11 +163,67 @@ def test_a_row_that_is_not_noted_is_missed(
 ) -> None:
     """The comparison sees a single row that is left out."""
     taken = ChangedRows.taken
-    monkeypatch.setattr(ChangedRows, "taken", lambda own: taken(own)[1:])
+    monkeypatch.setattr(ChangedRows, "taken", lambda own, *part: taken(own, *part)[1:])
     words = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 2}}"
     trained(chain.words, tmp_path / "run", LAST, words, f"resume={chain.start}")
     apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
     assert "tables/a.safetensors" in differences(tmp_path / "made", chain.whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("first", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_rows_are_copied_in_parts_ahead_and_the_latest_copy_counts(
+    first: bool, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not so where the first one counts, of rows that have changed again."""
+    made, whole = [], []
+
+    def counted(pieces: Sequence[Piece]) -> Piece | None:
+        made.append(len(pieces))
+        found = latest(pieces[::-1] if first else pieces)
+        whole.append(0 if found is None else len(found[0]))
+        return found
+
+    monkeypatch.setattr(publish, "latest", counted)
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 6}}"
+    trained(chain.words, tmp_path / "run", LAST, own, f"resume={chain.start}")
+    assert made == [6], "five parts, and what has changed since"
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    assert bool(differences(tmp_path / "made", chain.whole)) == first
+
+
+def test_parts_are_as_many_as_make_a_copy_short_beside_a_step() -> None:
+    assert [parts_for(copying, 0.04) for copying in (0.0, 0.1, 0.4, 60.0)] == [8, 10, 40, 64]
+    rows = [np.array([1, 5]), np.array([0, 5])]
+    pieces = [(own, np.full((2, 1), n, np.float32)) for n, own in enumerate(rows)]
+    found = latest(pieces)
+    assert found is not None
+    assert [found[0].tolist(), found[1].ravel().tolist()] == [[0, 1, 5], [1, 0, 1]]
+
+
+@needs_compiler
+def test_a_delta_whose_time_comes_while_training_waits_is_written_then(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads, waits = TrainLoader._read, count(), LAST - FIRST - 2
+    steps = list[int]()
+
+    def slow(own: TrainLoader, batches: Iterator[Batch]) -> InFlight | None:
+        if next(reads) == waits:
+            for _ in range(2000):
+                found = deltas_in(tmp_path / "d")
+                steps[:] = [Delta.read(each).content["step"] for each in found.values()]
+                if FIRST + waits in steps:
+                    break
+                time.sleep(0.01)
+        return read(own, batches)
+
+    monkeypatch.setattr(TrainLoader, "_read", slow)
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_seconds: 0.02}}"
+    trained(chain.words, tmp_path / "run", LAST, own, f"resume={chain.start}")
+    assert FIRST + waits in steps
+    apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
+    assert not differences(tmp_path / "made", chain.whole)
 
 
 @pytest.mark.soak
@@ -187,6 +272,40 @@ def _all(chain: Chain, place: Path) -> Path:
 
 
 @needs_compiler
+def test_only_deltas_that_the_trusted_key_signed_are_applied(
+    chain: Chain, keys: Path | None, tmp_path: Path
+) -> None:
+    if keys is None:
+        pytest.skip("recpipe[sign] is not installed")
+    mine = keys / "mine.pub"
+    copied = Path(shutil.copytree(chain.deltas, tmp_path / "d"))
+    last = copied / "delta-00000003"
+
+    def refused(trust: Path = mine) -> str:
+        with pytest.raises(UserError) as fault:
+            apply_deltas(chain.base, [copied], tmp_path / "made", trust=trust)
+        assert not (tmp_path / "made").exists()
+        return str(fault.value)
+
+    def sealed(content: bytes) -> None:
+        """As whoever has the directory, and no key, can do it."""
+        (last / MANIFEST).write_bytes(content)
+        (last / DIGEST).write_text(f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n")
+
+    assert "somebody else's, or was altered" in refused(keys / "other.pub")
+    whole = (last / MANIFEST).read_bytes()
+    sealed(whole.replace(b'"step": 9', b'"step": 8'))
+    assert f"{last / SIGNATURE} is no signature of {MANIFEST}" in refused()
+    apply_deltas(chain.base, [copied], tmp_path / "unasked")  # without trust= nobody asks
+    sealed(whole)
+    (last / SIGNATURE).unlink()
+    assert f"{SIGNATURE} is missing, and trust={mine} asks for a signature" in refused()
+    with pytest.raises(UserError, match="is missing, and trust="):
+        DeltaReader(read_manifest(chain.base), {}, mine).read(last)
+    assert apply_deltas(chain.base, [chain.deltas], tmp_path / "made", trust=mine).sequence == 3
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -226,6 +345,23 @@ def test_the_commands(chain: Chain, tmp_path: Path, capsys: pytest.CaptureFixtur
     shutil.copytree(chain.deltas, tmp_path / "d")
     shutil.rmtree(tmp_path / "d" / "delta-00000002")
     assert "2 is missing before it" in "\n".join(chain_lines(chain.base, tmp_path / "d"))
+
+
+@needs_compiler
+def test_seconds_between_deltas_are_those_of_a_clock_that_nobody_sets(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the time of day jumps a day back and on with each delta."""
+    steady, wall = count(0, 1.0), cycle([2e9, 2e9 - 86_400, 2e9 + 86_400])
+    monkeypatch.setattr(Publisher, "clock", staticmethod(lambda: next(steady)))
+    monkeypatch.setattr(Publisher, "wall", staticmethod(lambda: next(wall)))
+    own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_seconds: 2}}"
+    trained(chain.words, tmp_path / "run", LAST, own, f"resume={chain.start}")
+    found = [Delta.read(found).content for found in deltas_in(tmp_path / "d").values()]
+    assert len(found) > 2
+    assert len({told["time"] for told in found}) == 3, "or the time of day has not jumped"
+    steps = [FIRST, *(told["step"] for told in found)]
+    assert {after - before for before, after in pairwise(steps[:-1])} == {2}
 
 
 @pytest.mark.soak
