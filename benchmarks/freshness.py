@@ -8,9 +8,9 @@ a click takes to change an answer.
 ``publishing``: the default recipe with and without ``trainer.publish``, in turn: time of a step, the longest
 copy that a step waited for, rows and bytes of a delta. ``serving``: the latency of random arrivals at half of
 the fastest rate, in turn without deltas and with one every so many seconds that has a share of all rows and
-the whole dense part. ``click``: clicks on an item go to a stream (a folder, or a Redis server that this
-starts); a training reads it and publishes, a server follows; the seconds from the last click's sending to the
-first answer that differs. All need a C++ compiler.
+the whole dense part; they are made beforehand, since who trains is elsewhere. ``click``: clicks on an item
+go to a stream (a folder, or a Redis server that this starts); a training reads it and publishes, a server
+follows; the seconds from the last click's sending to the first answer that differs. All need a C++ compiler.
 """
 
 from __future__ import annotations
@@ -109,16 +109,19 @@ def serving(options: argparse.Namespace, folder: Path) -> None:
 
     package, deltas = _packaged(folder), folder / "deltas"
     deltas.mkdir()
+    every = options.every or 1.0
+    made = made_deltas(package, folder / "made", options.share, options.rounds * int(options.seconds / every))
     manifest = json.loads((package / "manifest.json").read_text())
     path = "/v2/models/model/infer"
     requests = [http(path, *kserve(_inputs(manifest, seed))) for seed in range(32)]
     with server(package, f"follow={deltas}", "poll_seconds=0.1"):
         rate = closed_loop(PORT, requests, CONNECTIONS, options.seconds).rate / 2
+        until(partial(answers, hand_over(made, deltas)))  # what reads them has started then
         found: dict[str, list[float]] = {"without": [], "with": []}
         for number in range(options.rounds):
             for name, times in found.items():
                 when, stop = arrivals(rate, options.seconds, number), threading.Event()
-                writer = threading.Thread(target=write_deltas, args=(package, deltas, options, stop))
+                writer = threading.Thread(target=hand_over_each, args=(made, deltas, every, stop))
                 if name == "with":
                     writer.start()
                 load = open_loop(PORT, requests, when)
@@ -132,38 +135,59 @@ def serving(options: argparse.Namespace, folder: Path) -> None:
     ratios = sorted(b / a for a, b in zip(*found.values(), strict=True))
     print(
         f"{rate:.0f} requests/s of {CANDIDATES} candidates: p99 {median(found['without']):.2f} ms without "
-        f"deltas, {median(found['with']):.2f} ms with one every {options.every or 1.0:g} s of "
+        f"deltas, {median(found['with']):.2f} ms with one every {every:g} s of "
         f"{options.share:.0%} of the rows: {median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) times; "
         f"{state['counts']['taken']} deltas of {state['counts']['rows']:,} rows taken"
     )
 
 
-def write_deltas(base: Path, folder: Path, options: argparse.Namespace, stop: threading.Event) -> None:
-    """Deltas as a training would write them, until ``stop``."""
+def made_deltas(base: Path, folder: Path, share: float, count: int) -> list[Path]:
+    """So many deltas as a training would write them, one after the other; the last one is the first."""
     import torch
 
     from recpipe.answers import score
-    from recpipe.answers.delta import Change, Version, following, write_delta
+    from recpipe.answers.delta import Change, Version, write_delta
     from recpipe.answers.manifest import read_manifest
 
-    manifest, draw = read_manifest(base), np.random.default_rng()
+    folder.mkdir()
+    manifest, draw, made = read_manifest(base), np.random.default_rng(0), []
     version = Version.of_package(base, manifest)
-    for delta in following(folder, version):
-        version = delta.version
     dense = {name: value.clone() for name, value in score.tensors(base / "dense.safetensors").items()}
-    while not stop.wait(options.every or 1.0):
+    for _ in range(count + 1):
         rows = {}
         for name, about in manifest["tables"].items():
-            count = max(1, int(about["rows"] * options.share))
-            ids = np.sort(draw.choice(about["rows"], count, replace=False))
-            values = 0.1 * draw.standard_normal((count, about["dimension"])).astype(np.float32)
+            own = max(1, int(about["rows"] * share))
+            ids = np.sort(draw.choice(about["rows"], own, replace=False))
+            values = 0.1 * draw.standard_normal((own, about["dimension"]), np.float32)
             rows[name] = ids, about["type"], torch.from_numpy(values).view(torch.uint8)
         other = {
             name: value + 1e-3 * torch.randn(value.shape) if value.is_floating_point() else value
             for name, value in dense.items()
         }
         now = time.time()
-        version = write_delta(folder, version, Change(1, now, now, rows, {}, other)).version
+        delta = write_delta(folder, version, Change(1, now, now, rows, {}, other))
+        version = delta.version
+        made.append(delta.directory)
+    return made[::-1]
+
+
+def hand_over(made: list[Path], folder: Path) -> str:
+    """Move the next of ``made`` into ``folder``; returns its name."""
+    directory = made.pop()
+    directory.rename(folder / directory.name)
+    return directory.name
+
+
+def hand_over_each(made: list[Path], folder: Path, every: float, stop: threading.Event) -> None:
+    """Move one of ``made`` into ``folder`` every so many seconds until ``stop``."""
+    while not stop.wait(every) and made:
+        hand_over(made, folder)
+
+
+def answers(name: str) -> bool:
+    """Whether the delta of this ``name`` does."""
+    answering: int = asked("/v2/models/model/deltas")["answering"]
+    return name == f"delta-{answering:08d}"
 
 
 @contextmanager

@@ -18,18 +18,20 @@ PLACE_BYTES = 4
 
 @dataclass(frozen=True)
 class Size:
-    """A table of ``rows`` ids. ``kept``: the ids that have a row, ascending; None: all of them."""
+    """A table of ``rows`` ids. ``kept``: the ids that have a row, ascending; None: all of them. ``copies``:
+    how many there are in DRAM of a table that is there as a whole."""
 
     rows: int
     row_bytes: int
     kept: RowIds | None = None
+    copies: int = 1
 
     @property
     def nbytes(self) -> int:
         """What it takes as a whole."""
         if self.kept is None:
-            return self.rows * self.row_bytes
-        return len(self.kept) * self.row_bytes + PLACE_BYTES * self.rows
+            return self.copies * self.rows * self.row_bytes
+        return self.copies * len(self.kept) * self.row_bytes + PLACE_BYTES * self.rows
 
 
 class Lookups(NamedTuple):

@@ -16,6 +16,8 @@ PRUNED = -1
 """The place of a pruned row, neither in DRAM nor on the SSD, which adds nothing; FBGEMM's number for it."""
 ROWS_OF_A_WORD = 32
 LOW = (1 << 32) - 1
+State = tuple[Words, Places]
+"""Which rows have slots, and these."""
 
 
 class RowIndex:
@@ -81,9 +83,26 @@ class RowIndex:
 
     def change(self, entering: RowIds, slots: Places, leaving: RowIds) -> None:
         """Give ``slots`` to the rows ``entering`` (distinct, without slots) and take those of ``leaving``."""
-        self._words, self._slots = _changed(self._words, self._slots, self.rows, entering, slots, leaving)
+        self.become(self.changed(entering, slots, leaving))
         self.forget(entering)  # one that loses its slot again may have been replaced meanwhile
+
+    def changed(self, entering: RowIds, slots: Places, leaving: RowIds) -> State:
+        """What it would be then, beside what it is; ``entering`` rows may have other slots. Needs no lock
+        where nobody else changes slots. Rows that enter and leave again must be forgotten before they do."""
+        found: State = _changed(self._words, self._slots, self.rows, entering, slots, leaving)
+        return found
+
+    def become(self, state: State) -> None:
+        """Be in this state of its slots from now on."""
+        self._words, self._slots = state
         self.version += 1
+
+    def slots_of(self, rows: RowIds) -> Places:
+        """The slot of each of ``rows``, int32, or ``EMPTY``; needs no lock where slots are not changed."""
+        nothing = np.full(1, -1), np.empty(1, np.int32)
+        found = _find(self._words, self._slots, self._pruned, *nothing, self.rows, rows)[0]
+        places: Places = found.astype(np.int32)
+        return places
 
     def slotted(self, start: int, stop: int) -> RowIds:
         """Which of the rows [start, stop) have slots, ascending."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from recpipe_serve import PackageError, RowServer, Scorer, read_lookups
@@ -12,6 +13,7 @@ from recpipe_serve import PackageError, RowServer, Scorer, read_lookups
 from recpipe.kit import Amount, readable_bytes
 from recpipe.plugin import Context, Contribution, Plugin, PluginError
 from recpipe_sdm.budget import Lookups
+from recpipe_sdm.fresh import TieredVersions, require_one_base
 from recpipe_sdm.scorer import TieredScorer
 from recpipe_sdm.tables import Tiering
 
@@ -68,6 +70,16 @@ class SDM(Plugin, RowServer):
         )
         log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
         return self.made
+
+    def followed(self, package: Path, most: int, goes_back: bool) -> TieredVersions:
+        """Put the rows of the package on the SSD, and replace those that deltas bring."""
+        require_one_base(self.made)
+        try:
+            versions = TieredVersions(package, most, goes_back, replace(self._tiering(package), follows=True))
+        except PackageError as fault:
+            raise PluginError(str(fault)) from fault
+        self.made = versions.first
+        return versions
 
     def _tiering(self, package: Path) -> Tiering:
         place = self.directory or package.parent

@@ -14,6 +14,8 @@ In a server, threads take turns in Python, and a second one for reads cost more 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -125,6 +127,16 @@ class _Flight(NamedTuple):
     changes: int
 
 
+def give_back(start: int, nbytes: int) -> None:
+    """Let the machine have the whole pages among these bytes of private memory, which are zero then."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (start + nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, length, mmap.MADV_DONTNEED)
+
+
 class TieredRows:
     """Rows of one size, numbered over the tables of ``store``.
 
@@ -133,7 +145,9 @@ class TieredRows:
         store: all rows, each as the float32 words that its bytes make. Owned: ``close`` closes it.
         hot: the rows that are in DRAM at first, sorted, int64 [n]; as many slots there are.
         room: how many distinct rows a batch can miss at most. Memory is taken by those that are missed.
-        buffer: where rows are put, uint8 [len(hot) + 2 * room, bytes of a row]; None: memory of its own.
+        buffer: where rows are put, uint8 [len(hot) + 2 * room + spare, bytes of a row]; None: memory of its
+            own.
+        spare: places for newer rows that no lookup finds yet. Memory is taken by those that are in use.
 
     Its methods take numbers of its own rows. ``Tiers`` finds a batch's places.
     """
@@ -146,13 +160,17 @@ class TieredRows:
         room: int,
         buffer: torch.Tensor | None = None,
         first: int = 0,
+        spare: int = 0,
     ) -> None:
         self.shared, self.store, self.room, self.first = shared, store, room, first
-        self.rows, self.slots = store.layout.total_rows, len(hot)
+        self.rows, self.slots, self.spare = store.layout.total_rows, len(hot), spare
         self.ring = Ring(self.slots, 2 * room)
-        shape = (self.slots + 2 * room, 4 * store.layout.width)
+        shape = (self.slots + 2 * room + spare, 4 * store.layout.width)
         self.buffer = torch.empty(shape, dtype=torch.uint8) if buffer is None else buffer
-        """All slots, then the ring's places, uint8 [slots + 2 * room, bytes of a row]."""
+        """All slots, then the ring's places, then spare ones, uint8 [slots + 2 * room + spare, bytes of a
+        row]."""
+        self.beside = 0
+        """Spare places that are in use."""
         self.reading = threading.RLock()
         """Held while rows are read for batches; taken before the other two."""
         self.disk = threading.RLock()
@@ -297,10 +315,49 @@ class TieredRows:
                     self.changes += 1
         return len(rows)
 
+    def put_beside(self, values: torch.Tensor) -> NDArray[np.int32]:
+        """Put newer ``values`` uint8 [n, bytes of a row] into spare places, which no lookup knows; returns
+        these."""
+        first = self.slots + 2 * self.room
+        self.buffer[first : first + len(values)].copy_(values)
+        self.beside = len(values)
+        return np.arange(first, first + len(values), dtype=np.int32)
+
+    def give_back_spare(self) -> None:
+        """Nothing is in the spare places any more."""
+        first, width = self.slots + 2 * self.room, self.buffer.shape[1]
+        give_back(self.buffer[first : first + self.beside].data_ptr(), self.beside * width)
+        self.beside = 0
+
+    def write(self, rows: RowIds, values: NDArray[np.uint8], slots: NDArray[np.int32]) -> None:
+        """Write ``values`` of ``rows`` (distinct, ascending), which lookups find in spare places meanwhile,
+        to the SSD, and into their ``slots`` where they have some. Blocks without such rows are not written.
+
+        Whoever reads a block meanwhile wants other rows of it, and these have the same bytes before and
+        after.
+        """
+        words = values.view(np.float32)
+        for start in range(0, len(rows), AT_A_TIME):
+            part = slice(start, start + AT_A_TIME)
+            here = np.flatnonzero(slots[part] >= 0)
+            self._words[slots[part][here]] = words[part][here]
+            with self.disk:
+                if self.closed:
+                    raise UserError("the server is stopping")
+                self.store.scatter(rows[part], words[part])
+            time.sleep(PAUSE)
+
+    def values_of(self, rows: RowIds) -> NDArray[np.uint8]:
+        """``rows`` as they are on the SSD, uint8 [n, bytes of a row]."""
+        found = np.empty((len(rows), self._words.shape[1]), np.float32)
+        with self.disk:
+            self.store.gather(rows, found)
+        return found.view(np.uint8)
+
     @property
     def dram_bytes(self) -> int:
-        """Rows in DRAM, the places that missed rows have taken, the store's buffers."""
-        rows = (self.slots + self.ring.size) * self.buffer.shape[1]
+        """Rows in DRAM, the places that missed rows have taken and newer rows, the store's buffers."""
+        rows = (self.slots + self.ring.size + self.beside) * self.buffer.shape[1]
         return rows + self.ring.nbytes + self.store.overhead_bytes
 
     @property

@@ -11,8 +11,9 @@ import torch
 from recpipe_serve import Lookup, LookupCall, Scorer, offsets_of
 
 from recpipe.plugin import UserError
+from recpipe_sdm.bags import Bags
 from recpipe_sdm.index import numbered
-from recpipe_sdm.tables import Bags, TieredTables, Tiering, tiered_tables
+from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 from recpipe_sdm.tiers import Look
 
 

@@ -1,17 +1,18 @@
-"""The tables of a package in one buffer: whole ones, and the slots of those whose rows are on the SSD; and
-sums of bags that came before, so that their rows need not be looked up (``PooledBags``)."""
+"""The tables of a package in one buffer: whole ones, and the slots of those whose rows are on the SSD."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +23,11 @@ from safetensors import safe_open
 from recpipe.kit import Amount, SsdStore
 from recpipe.plugin import RowIds, StoreLayout, UserError
 from recpipe_sdm.admission import FULL, Admission
+from recpipe_sdm.bags import PooledBags
 from recpipe_sdm.budget import Counts, Size, planned
 from recpipe_sdm.index import RowIndex
 from recpipe_sdm.rows import PAUSE, Shared, TieredRows
-from recpipe_sdm.tiers import Tiers
+from recpipe_sdm.tiers import Newer, Tiers
 
 log = logging.getLogger("recpipe")
 STAGING_BYTES = 1 << 20
@@ -35,6 +37,8 @@ MOST_MISSED = 1 << 20
 AT_A_TIME = 1024
 """Rows that are compared and replaced at a time while others are looked up."""
 NOTHING = Amount(0, False)
+NO_RESERVE = 0x4000
+"""Linux's MAP_NORESERVE, which Python 3.13 names."""
 ROWS, PLACES = "rows", "places"
 Bytes = NDArray[np.uint8]
 
@@ -55,6 +59,8 @@ class Tiering:
     """Lookups of rows before."""
     pooled: Amount = NOTHING
     """Which part of ``dram`` is for sums of bags that come again."""
+    follows: bool = False
+    """Whether newer rows come while rows are looked up (``TieredTables.twin``)."""
 
 
 class RowFile:
@@ -69,10 +75,10 @@ class RowFile:
             self.places: NDArray[np.int32] | None = opened.get_tensor(PLACES) if pruned else None
             """For each id its row among those kept, or -1; None: each has its own."""
 
-    def size(self) -> Size:
-        """What it takes in DRAM."""
+    def size(self, copies: int = 1) -> Size:
+        """What it takes in DRAM, so many times as a whole."""
         kept = None if self.places is None else np.flatnonzero(self.places >= 0)
-        return Size(self.ids, self.row_bytes, kept)
+        return Size(self.ids, self.row_bytes, kept, copies)
 
     def rows(self, start: int, stop: int) -> Bytes:
         """The rows of ids ``start`` to ``stop`` (excluded), uint8 [n, row_bytes]."""
@@ -105,7 +111,8 @@ class Group:
 class TieredTables(Tables):
     """What ``Lookup`` reads, and the tiers: ``rows`` are whole tables, then the places of each group,
     ``starts`` where each table begins, or its group's places. ``bases``: of each table on the SSD the number
-    of its row 0 over all tiers. ``whole_bytes``: of the tables in DRAM."""
+    of its row 0 over all tiers. ``whole_bytes``: of the tables in DRAM. ``again``: where the second copy of
+    each whole table begins, if there are two."""
 
     def __init__(
         self,
@@ -116,8 +123,9 @@ class TieredTables(Tables):
         groups: list[Group],
         tiers: Tiers,
         bags: PooledBags | None,
+        again: Mapping[str, int],
     ) -> None:
-        self.bags = bags
+        self.bags, self.again = bags, again
         self.replaced = 0
         """Rows of whole tables that updates have changed."""
         self.about, self.rows, self.starts, self.groups, self.tiers = about, rows, starts, groups, tiers
@@ -129,7 +137,25 @@ class TieredTables(Tables):
             if file.places is not None
         }
         self.pruned = {name: _digest(file) for name, file in files.items()}
-        self.whole_bytes = sum(file.size().nbytes for file in self.whole.values())
+        copies = 2 if again else 1
+        self.whole_bytes = sum(file.size(copies).nbytes for file in self.whole.values())
+
+    def twin(self) -> TieredTables:
+        """These tables with the other copies of those that are whole."""
+        made = copy(self)
+        made.starts = {**self.starts, **self.again}
+        return made
+
+    def newer(self, changed: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[Newer]:
+        """What ``Tiers.stage`` takes, of rows that have ``changed``, by table ids int64 [n], ascending, and
+        rows uint8 [n, bytes]; those of whole tables are not among them."""
+        found = []
+        for group in self.groups:
+            own = sorted((base, *changed[name]) for name, base in group.base.items() if name in changed)
+            if own:
+                rows = np.concatenate([ids.numpy() + base for base, ids, _ in own])
+                found.append(Newer(group.tier, rows, torch.cat([values for _, _, values in own])))
+        return found
 
     @property
     def version(self) -> int:
@@ -184,6 +210,7 @@ class _Part:
     width: int
     files: Mapping[str, RowFile]
     hot: Mapping[str, RowIds]
+    follows: bool
 
     def __post_init__(self) -> None:
         ids = tuple(file.ids for file in self.files.values())
@@ -191,7 +218,8 @@ class _Part:
         self.base = dict(zip(self.layout.tables, self.layout.bases.tolist(), strict=False))
         self.slots = sum(map(len, self.hot.values()))
         self.room = min(MOST_MISSED, self.layout.total_rows - self.slots)
-        self.places = self.slots + 2 * self.room
+        self.spare = self.layout.total_rows if self.follows else 0
+        self.places = self.slots + 2 * self.room + self.spare
 
     def group(self, how: Tiering, buffer: torch.Tensor, shared: Shared, first: int) -> Group:
         """Put the rows on the SSD, and the first ones into ``buffer``. ``first``: the number of its row 0
@@ -205,7 +233,7 @@ class _Part:
         store = SsdStore.create(self.layout, fill, place, staging_bytes=STAGING_BYTES, scratch=True)
         store.remedy = "start the server again, which copies the package's rows anew, and check the disk"
         hot = np.concatenate([rows + self.base[name] for name, rows in self.hot.items()])
-        return Group(self.base, TieredRows(shared, store, hot, self.room, buffer, first))
+        return Group(self.base, TieredRows(shared, store, hot, self.room, buffer, first, self.spare))
 
 
 def _shared(how: Tiering, parts: Sequence[_Part], first: Sequence[int]) -> Shared:
@@ -238,12 +266,13 @@ def _shared(how: Tiering, parts: Sequence[_Part], first: Sequence[int]) -> Share
 def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> TieredTables:
     """Put the package's tables into DRAM and onto the SSD. ``UserError`` if they do not fit."""
     files = {name: RowFile(directory / table["file"], table["rows"]) for name, table in about.items()}
-    may = {n: f.size() for n, f in files.items() if fnmatchcase(n, how.tables) and f.row_bytes % 4 == 0}
+    twice = 2 if how.follows else 1
+    may = {n: f.size(twice) for n, f in files.items() if fnmatchcase(n, how.tables) and f.row_bytes % 4 == 0}
     if not may:
         raise UserError(
             f"plugins.sdm.tables={how.tables}: no table can be on the SSD; tables: {', '.join(files)}"
         )
-    others = sum(file.size().nbytes for name, file in files.items() if name not in may)
+    others = sum(file.size(twice).nbytes for name, file in files.items() if name not in may)
     float32 = sum(4 * table["rows"] * table["dimension"] for table in about.values())
     width = max(about[name]["dimension"] for name in may)
     bags = PooledBags(how.pooled.of(float32), width)
@@ -257,27 +286,37 @@ def tiered_tables(directory: Path, about: dict[str, Any], how: Tiering) -> Tiere
     )
     whole = [name for name in files if name not in plan.hot]
     parts = [
-        _Part(width, {n: files[n] for n in own}, {n: plan.hot[n] for n in own})
+        _Part(width, {n: files[n] for n in own}, {n: plan.hot[n] for n in own}, how.follows)
         for width in sorted({files[name].row_bytes for name in plan.hot})
         for own in [[name for name in plan.hot if files[name].row_bytes == width]]
     ]
-    lengths = [_stored(files[name]) * files[name].row_bytes for name in whole]
+    copies = whole * twice
+    lengths = [_stored(files[name]) * files[name].row_bytes for name in copies]
     lengths += [part.places * part.width for part in parts]
     begins = list(accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in lengths), initial=0))
-    buffer = torch.empty(begins[-1], dtype=torch.uint8)  # pages that no row is put into take no memory
+    buffer = _reserved(begins[-1])
     starts = dict(zip(whole, begins, strict=False))
-    for name in whole:
-        own = _view(buffer, starts[name], files[name])
+    again = dict(zip(whole, begins[len(whole) :], strict=False)) if how.follows else {}
+    for name, begin in zip(copies, begins, strict=False):
+        own = _view(buffer, begin, files[name])
         for start in range(0, len(own), 1 << 16):
             own[start : start + (1 << 16)] = files[name].stored(start, min(start + (1 << 16), len(own)))
     first = list(accumulate((part.layout.total_rows for part in parts), initial=0))
     shared, groups = _shared(how, parts, first) if parts else Shared(RowIndex(0)), []
-    for part, begin, number in zip(parts, begins[len(whole) :], first, strict=False):
+    for part, begin, number in zip(parts, begins[len(copies) :], first, strict=False):
         starts |= dict.fromkeys(part.files, begin)
         places = buffer[begin:][: part.places * part.width].view(part.places, part.width)
         groups.append(part.group(how, places, shared, number))
     tiers = Tiers(shared, [group.tier for group in groups])
-    return TieredTables(about, buffer, starts, files, groups, tiers, bags if bags.size else None)
+    kept = bags if bags.size else None
+    return TieredTables(about, buffer, starts, files, groups, tiers, kept, again)
+
+
+def _reserved(nbytes: int) -> torch.Tensor:
+    """Bytes uint8 [n], of which pages take no memory until something is put there; there may be more of them
+    than the machine has memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes), flags=flags), dtype=torch.uint8)
 
 
 def _stored(file: RowFile) -> int:
@@ -293,74 +332,3 @@ def _view(buffer: torch.Tensor, start: int, file: RowFile) -> Bytes:
 def _digest(file: RowFile) -> bytes:
     """Identifies which rows were pruned; empty if none was."""
     return b"" if file.places is None else hashlib.sha256(file.places.tobytes()).digest()
-
-
-LEAST, MOST = 4, 32
-"""Ids of a bag that is kept."""
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-class Bags(NamedTuple):
-    """Bags of a batch that may be kept: ``keys`` int32 [n, 1 + MOST] (table and length as one number, then
-    ids and -1), ``entries`` int64 [n], and ``at``, their numbers among the batch's bags, int64 [n]."""
-
-    keys: torch.Tensor
-    entries: torch.Tensor
-    at: torch.Tensor
-
-
-class PooledBags:
-    """As many sums as fit into ``nbytes``, float32 of up to ``width`` weights.
-
-    A hash of a bag's ids says where its sum is, and all of its ids must be the same, in the same order:
-    another order may have other last bits. Bags with the same hash take each other's place.
-    """
-
-    def __init__(self, nbytes: int, width: int) -> None:
-        each = 4 * (1 + MOST) + 4 * width
-        self.size = nbytes // each
-        self.nbytes = self.size * each
-        self._keys = torch.full((self.size, 1 + MOST), -1, dtype=torch.int32)
-        self._sums = torch.empty(self.size, width)
-        self._factors = torch.arange(1, 2 + MOST) * _ODD | 1
-        self._version = 0
-        self.asked = self.found = 0
-        """Bags of batches that may be kept, and those of them whose sum was here."""
-
-    def bags(self, tables: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> Bags:
-        """The bags with ``offsets`` int64 [n + 1] into ``ids``; ``tables`` int64 [n] numbers their tables, -1
-        for one whose sums are not kept."""
-        lengths = offsets.diff()
-        at = ((lengths >= LEAST) & (lengths <= MOST) & (tables >= 0)).nonzero().squeeze(1)
-        own = lengths[at].unsqueeze(1)
-        step = torch.arange(MOST)
-        places = torch.where(step < own, offsets[at].unsqueeze(1) + step, 0)
-        keys = torch.empty(len(at), 1 + MOST, dtype=torch.int32)
-        keys[:, 0] = tables[at] * (1 + MOST) + own.squeeze(1)
-        keys[:, 1:] = torch.where(step < own, ids[places], -1)
-        hashed = (keys * self._factors).sum(1)
-        return Bags(keys, self._entry(hashed), at)
-
-    def _entry(self, hashed: torch.Tensor) -> torch.Tensor:
-        return ((hashed >> 29) * _ODD >> 20).remainder(self.size)
-
-    def sums(self, bags: Bags, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of ``bags`` are here, bool [n], and their sums, float32 [hits, width]. ``version``: of the
-        rows; sums of another one are forgotten."""
-        self._at(version)
-        hit = (self._keys[bags.entries] == bags.keys).all(1)
-        return hit, self._sums[bags.entries[hit]]
-
-    def keep(self, bags: Bags, sums: torch.Tensor, version: int) -> None:
-        """Keep the ``sums`` float32 [n, up to width] of ``bags``."""
-        self._at(version)
-        # Of bags with one entry the last one is kept, key and sum.
-        entries, which = torch.unique(bags.entries, return_inverse=True)
-        last = torch.zeros_like(entries).scatter_reduce(0, which, torch.arange(len(which)), "amax")
-        self._keys[entries] = bags.keys[last]
-        self._sums[entries, : sums.shape[1]] = sums[last]
-
-    def _at(self, version: int) -> None:
-        if version != self._version:
-            self._keys.fill_(-1)
-            self._version = version

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from recpipe_serve import keep_to_one_core, one_thread
 
 from recpipe.plugin import RowIds
-from recpipe_sdm.index import EMPTY
+from recpipe_sdm.index import EMPTY, Places, State
 from recpipe_sdm.rows import Shared, TieredRows
 
 
@@ -29,6 +33,30 @@ class Look:
     lookups: int
 
 
+FORGOTTEN = 4096
+"""Rows that are forgotten at a time while lookups wait."""
+
+
+class Newer(NamedTuple):
+    """Rows (distinct, ascending, by the numbers of their tier) and their newer values, uint8 [n, bytes of a
+    row]."""
+
+    tier: TieredRows
+    rows: RowIds
+    values: torch.Tensor
+
+
+@dataclass
+class _Staged:
+    """``newer`` rows that are in spare places, the ``slots`` that they had before, and the index's state in
+    which they are found there; ``found``: whether it is in it."""
+
+    newer: Sequence[Newer]
+    slots: list[Places]
+    state: State
+    found: bool = False
+
+
 class Tiers:
     """``tiers``, whose rows are numbered over all of them in their order; and the thread in which rows change
     places. Owned: ``close`` closes them."""
@@ -39,6 +67,9 @@ class Tiers:
         self._thread = ThreadPoolExecutor(1, "recpipe-sdm", keep_to_one_core)
         with one_thread():  # setting torch's number of threads also applies to all future threads
             self._thread.submit(int).result()
+        self.moving = threading.Lock()
+        """Held by who changes which rows have slots, or which place a row has."""
+        self._staged: _Staged | None = None
         self.change: Future[None] | None = None
         """The last change of the rows that have slots."""
         self._closed = False
@@ -115,8 +146,78 @@ class Tiers:
                 yield tier, own - tier.first
 
     def _exchange(self, missed: RowIds) -> None:
-        for tier in self.tiers:
-            tier.exchange(missed)
+        if not self.moving.acquire(blocking=False):  # newer rows come; there will be another exchange
+            return
+        try:
+            for tier in self.tiers:
+                tier.exchange(missed)
+        finally:
+            self.moving.release()
+
+    # -- newer rows, all at once -----------------------------------------------------------------
+
+    def stage(self, newer: Sequence[Newer]) -> None:
+        """Put ``newer`` rows beside those that lookups find, which go on; ``swap`` lets them find these.
+        Nothing else may be staged."""
+        assert self._staged is None
+        self.moving.acquire()
+        index, slots, places = self.shared.index, [], []
+        try:
+            for tier, rows, values in newer:
+                slots.append(index.slots_of(rows + tier.first))
+                places.append(tier.put_beside(values))
+            state = index.changed(_numbers(newer), _joined(places), np.empty(0, np.int64))
+            self._staged = _Staged(newer, slots, state)
+        except BaseException:
+            self.moving.release()
+            raise
+
+    def unstage(self) -> None:
+        """Give up what is staged and not found yet."""
+        if self._staged is not None and not self._staged.found:
+            self._ended()
+
+    def swap(self) -> None:
+        """Let lookups find what is staged, from the next one on; between two batches."""
+        if self._staged is None:
+            return
+        with self.shared.using:
+            self.shared.index.become(self._staged.state)
+            self._staged.found = True
+            for tier, rows, _ in self._staged.newer:
+                tier.changes += 2  # what is being read is of the time before
+                self.shared.reads.replaced += len(rows)
+
+    def settle(self) -> int:
+        """Write the rows that lookups find since ``swap`` to the SSD and into the slots that they had;
+        returns how many bytes were written. ``StoreError`` if the disk fails: lookups go on to find the rows
+        where they are, and no others are staged before these are written."""
+        staged, index, before = self._staged, self.shared.index, self._written
+        if staged is None or not staged.found:
+            return 0
+        for (tier, rows, values), slots in zip(staged.newer, staged.slots, strict=True):
+            tier.write(rows, values.numpy(), slots)
+        rows, slots = _numbers(staged.newer), _joined(staged.slots)
+        for start in range(0, len(rows), FORGOTTEN):  # what was read of them before
+            with self.shared.using:
+                index.forget(rows[start : start + FORGOTTEN])
+        stay = slots >= 0
+        state = index.changed(rows[stay], slots[stay], rows[~stay])
+        with self.shared.using:
+            index.become(state)
+        self._ended()
+        return self._written - before
+
+    @property
+    def _written(self) -> int:
+        return sum(tier.bytes_written for tier in self.tiers)
+
+    def _ended(self) -> None:
+        assert self._staged is not None
+        for tier, _, _ in self._staged.newer:
+            tier.give_back_spare()
+        self._staged = None
+        self.moving.release()
 
     @property
     def dram_bytes(self) -> int:
@@ -133,3 +234,12 @@ class Tiers:
         self._thread.shutdown(wait=True)
         for tier in self.tiers:
             tier.close()
+
+
+def _numbers(newer: Sequence[Newer]) -> RowIds:
+    """The rows by their numbers over all tiers."""
+    return np.concatenate([np.empty(0, np.int64), *(rows + tier.first for tier, rows, _ in newer)])
+
+
+def _joined(places: Sequence[Places]) -> Places:
+    return np.concatenate([np.empty(0, np.int32), *places])

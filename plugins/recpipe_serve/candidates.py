@@ -214,6 +214,10 @@ class Candidates:
         self._query_inputs = Features(retriever.manifest, 1, retriever.maps)
         self._pairs, self._ranker_inputs = Beside(preparation, self.items), Features(manifest, most, maps)
 
+    def use(self, maps: Mapping[int, score.RowMap]) -> None:
+        """Find the rows of the ranker's keys by these ``maps`` from now on."""
+        self._ranker_inputs.maps = maps
+
     def output(self, by: str | None) -> str:
         """The output that orders the answer; ``Refused`` if the ranker has none of that name."""
         if by is not None and by not in self.outputs:

@@ -56,10 +56,10 @@ def serve_command(words: Sequence[str]) -> int:
     if config.shards is not None and (rows is not None or config.follow is not None):
         what = "follow=" if rows is None else "a plugin that keeps rows"
         raise UserError(f"shards= and {what}: the shards have the rows; leave one of the two out")
-    if rows is not None and config.follow is not None:
+    if rows is not None and config.follow is not None and (config.gate_drift or config.gate_calibration):
         raise UserError(
-            "follow= and a plugin that keeps rows: its rows have one version at a time, and would be mixed; "
-            "leave one of the two out"
+            "gate_drift, gate_calibration and a plugin that keeps rows: a version scores nothing there until "
+            "it answers; take gate_ne= alone, which compares training's figures"
         )
     if mine and config.tune is not None:
         raise UserError("tune= and a plugin of the server: it serves with workers=1; leave out tune=")
@@ -102,8 +102,8 @@ def serve(
     # A link's target may change when the package is loaded anew; the name stays.
     if config.follow is not None and not Path(config.follow).expanduser().is_dir():
         raise UserError(f"follow={shown(config.follow)} is no directory: name trainer.publish.dir of a run")
-    if config.rollback and (config.follow is None or config.workers > 1):
-        raise UserError("rollback=true goes back over deltas of one process: take follow= and workers=1")
+    if config.rollback and config.follow is None:
+        raise UserError("rollback=true goes back over deltas: name their directory, follow=DIRECTORY")
     from recpipe_serve.repository.layout import is_repository
 
     several = is_repository(directory)

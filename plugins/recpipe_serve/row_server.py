@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recpipe.errors import UserError
+
 if TYPE_CHECKING:
     from recpipe.answers.score import Scorer
+    from recpipe_serve.fresh.versions import Versions
 
 
 class RowServer(ABC):
@@ -27,6 +30,15 @@ class RowServer(ABC):
         Called again, in another thread, for a newer package while the earlier one's scorer is in use: that
         one may then find rows of either package, but each row as a whole. ``UserError`` if the rows cannot be
         kept as asked for."""
+
+    def followed(self, package: Path, most: int, goes_back: bool) -> Versions:
+        """The package and what deltas make of it, of which at most so many versions are kept; once, in the
+        place of ``scorer``. ``UserError`` if it keeps rows of one version alone, as one that does not have
+        this method does."""
+        raise UserError(
+            f"follow= and {type(self).__name__}, which keeps rows of one version: they would be mixed; leave "
+            "one of the two out"
+        )
 
     @abstractmethod
     def counted(self) -> Mapping[str, float]:

@@ -24,7 +24,8 @@ from recpipe_serve.batching.corrected import Corrected
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.fresh.follower import Follower, catch_up
-from recpipe_serve.fresh.versions import Versions, require_followable
+from recpipe_serve.fresh.reading import ReaderProcess
+from recpipe_serve.fresh.versions import Versions
 from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.app import VERSION, Server
 from recpipe_serve.http.connections import Listener
@@ -55,6 +56,8 @@ class Loaded:
     """Its scorer and what deltas make of it; None: it follows none."""
     learner: Learner | None = None
     """What learns, if the server is to."""
+    base: str | None = None
+    """The package without deltas, as ``package``; None: it follows none."""
 
     @property
     def request_scorer(self) -> RequestScorer:
@@ -72,10 +75,12 @@ def load(
     threads: int = 1,
     follow: Path | None = None,
     kept: int = ServeConfig.versions,
+    goes_back: bool = False,
+    at: int | None = None,
 ) -> Loaded:
     """Load the package, once more if it was replaced meanwhile. ``UserError`` if it cannot be used, or is not
     signed by the owner of the key ``trust``. ``follow``: a directory of deltas, those of which that are there
-    are taken; so many versions are ``kept``."""
+    are taken, up to number ``at``; so many versions are ``kept``, and what leads back if it ``goes_back``."""
     while True:
         try:
             before = directory.stat()
@@ -88,9 +93,9 @@ def load(
             read_manifest(directory, None if trust is None else Path(trust), sharded)
             versions = None
             if follow is not None:
-                versions = Versions(directory, kept)
-                require_followable(versions.answering)
-                catch_up(versions, follow, None if trust is None else Path(trust))
+                made = Versions if rows is None else rows.followed
+                versions = made(directory, kept, goes_back)
+                catch_up(versions, follow, None if trust is None else Path(trust), at)
                 scorer: score.Scorer = versions.answering
             else:
                 scorer = score.Scorer(directory, mapped) if rows is None else rows.scorer(directory)
@@ -102,10 +107,11 @@ def load(
                 own = (scorer.manifest, preparation, scorer.maps)
                 candidates = Candidates(directory, *own, most, threads)
             digest = (directory / score.DIGEST).read_text()
+            base = None
             if versions is not None:
-                digest = versions.version.of.digest
+                base, digest = digest[:12], versions.version.of.digest
             if os.path.samestat(before, directory.stat()):
-                return Loaded(scorer, digest[:12], preparation, candidates, versions)
+                return Loaded(scorer, digest[:12], preparation, candidates, versions, base=base)
         except (score.PackageError, UserError, OSError) as fault:
             with suppress(OSError):
                 if not os.path.samestat(before, directory.stat()):
@@ -118,7 +124,8 @@ class ServedPackage:
 
     ``rows``: keeps the tables' rows; None: all in DRAM. ``answers``: what requests are put to before the
     model; None: nothing. ``folder``: where the workers of a server, of which this is the one of this
-    ``number``, share what they see, and the tables' memory; None: there is one.
+    ``number``, share what they see, and the tables' memory; None: there is one. ``at``: the delta
+    that all workers have gone back to; None: they follow.
     """
 
     def __init__(
@@ -131,10 +138,12 @@ class ServedPackage:
         answers: AnswerServer | None = None,
         folder: Path | None = None,
         number: int = 0,
+        at: int | None = None,
     ) -> None:
         if config.shards is not None:
             rows = imported_from("recpipe_scale_out.row_server:ShardedRows")(config)
         self.directory, self.config, self.rows, self.answers = directory, config, rows, answers
+        self._at = at
         self.several = folder is not None
         self.follow = None if config.follow is None else Path(config.follow).expanduser()
         self.learning = Learning(read_token(config.token), config.queue) if config.learn else None
@@ -163,7 +172,9 @@ class ServedPackage:
         if self.loaded.versions is not None:
             kinds = {output["name"]: output["kind"] for output in scorer.manifest["outputs"]}
             drained = self.server.batcher.drained
-            self.follower = Follower(config, self.loaded.versions, kinds, self._use, drained)
+            own = (config, self.loaded.versions, kinds, self._use, drained)
+            self.follower = Follower(*own, ReaderProcess)
+            self.follower.stays = at is not None
             self.server.follow(self.follower)
         if rows is not None and not self.several:
             self.server.metrics.show(rows.counted)
@@ -210,7 +221,7 @@ class ServedPackage:
     @property
     def described(self) -> str:
         """The first digits of the package's digest, and by how much golden scores differ."""
-        return f"{self.loaded.package} {self.difference:.1e}"
+        return f"{self.loaded.base or self.loaded.package} {self.difference:.1e}"
 
     def begin(self) -> None:
         """Follow deltas from now on, in the running event loop."""
@@ -221,6 +232,8 @@ class ServedPackage:
         """Follow none any more, and let go of what learns and of rows: nothing is asked any more."""
         if self._following is not None:
             self._following.cancel()
+        if self.follower is not None:
+            self.follower.close()
         if self.learning is not None and self.loaded.learner is not None:
             self.learning.in_thread(self.loaded.learner.close)
             self.learning.close()
@@ -287,7 +300,16 @@ class ServedPackage:
         possible."""
         config = self.config
         limits = (config.trust, config.samples, config.threads)
-        loaded = load(self.directory, self.rows, self.several, *limits, self.follow, config.versions)
+        loaded = load(
+            self.directory,
+            self.rows,
+            self.several,
+            *limits,
+            follow=self.follow,
+            kept=config.versions,
+            goes_back=config.rollback,
+            at=self._at,
+        )
         if self.learning is None:
             return loaded
         if loaded.scorer.effects is None:

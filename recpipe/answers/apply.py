@@ -190,28 +190,37 @@ def require_replaceable(
     manifest: Mapping[str, Any], directory: Path, changed: Mapping[str, torch.Tensor]
 ) -> None:
     """``UserError`` unless the programs of the package ``directory`` take these parameters from a file."""
-    low = [p["file"] for p in (*manifest["programs"], *manifest["golden"]["programs"]) if _packed(p)]
+    low = packed_programs(manifest)
     if low:
         raise UserError(
             f"{directory / low[0]} has the parameters of the dense part in it, packed for low precision, and "
             "they cannot be replaced: make the base with dense=float32 of a checkpoint whose layers are not "
             "quantized (recpipe quantize quantizes tables alone with plugins.low_precision.layers=false)"
         )
+    for file, fixed in fixed_in_code(manifest, directory).items():
+        found = sorted(changed.keys() & fixed)
+        if found:
+            raise UserError(
+                f"{directory / file}: '{found[0]}' is a number in the compiled code, as in packages of "
+                "earlier versions: package the base anew, recpipe package PACKAGE NEW_PACKAGE"
+            )
+
+
+def fixed_in_code(manifest: Mapping[str, Any], directory: Path) -> dict[str, set[str]]:
+    """By the file of each program of the package ``directory``, the parameters that are numbers in its
+    code."""
     exported = torch.export.load(directory / manifest["golden"]["programs"][0]["file"])
     signature, nodes = exported.graph_signature, exported.graph.nodes
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     used = {names[node.name] for node in nodes if node.name in names and node.users}
-    for about in manifest["programs"]:
-        fixed = sorted((changed.keys() & used) - score.constants_of(directory / about["file"]))
-        if fixed:
-            raise UserError(
-                f"{directory / about['file']}: '{fixed[0]}' is a number in the compiled code, as in packages "
-                "of earlier versions: package the base anew, recpipe package PACKAGE NEW_PACKAGE"
-            )
+    files = [about["file"] for about in manifest["programs"]]
+    return {file: used - score.constants_of(directory / file) for file in files}
 
 
-def _packed(program: Mapping[str, Any]) -> bool:
-    return bool(program.get("low")) or program.get("constants", "") is None
+def packed_programs(manifest: Mapping[str, Any]) -> list[str]:
+    """The files of programs that have the parameters in them, packed for low precision."""
+    every = (*manifest["programs"], *manifest["golden"]["programs"])
+    return [p["file"] for p in every if p.get("low") or p.get("constants", "") is None]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from threading import Lock
+from threading import Lock, get_native_id
 from time import perf_counter
 from typing import Any
 
@@ -207,6 +207,19 @@ def calm_threads() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+LEAST_PRIORITY = 19
+"""The nice value of what has a core only where nobody else wants it."""
+
+
+def give_way() -> None:
+    """Let all others have the cores before the calling thread, for good.
+
+    It should hold Python's lock for moments alone: whoever waits for the lock waits for a thread that waits
+    for a core.
+    """
+    os.setpriority(os.PRIO_PROCESS, get_native_id(), LEAST_PRIORITY)
 
 
 def imported_from(where: str) -> Any:

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 from recpipe_lambda_learner.tests.test_task import clicks, told, words
+from recpipe_serve.fresh.reading import DeltaReader
 from recpipe_serve.fresh.versions import Versions
 
 import recpipe
 from recpipe.answers.apply import apply_deltas
-from recpipe.answers.delta import Delta, deltas_in
+from recpipe.answers.delta import deltas_in
 from recpipe.answers.effects import newest_effects
 from recpipe.answers.score import Scorer, tensors
 from recpipe.errors import UserError
@@ -68,7 +69,7 @@ def test_a_server_follows_what_a_stream_learns(clicks: Path, tmp_path: Path) -> 
         versions, wanted = Versions(base, 8), scored(Scorer(after))
         known = [scored(versions.answering)]
         for number in deltas_in(fresh):
-            versions.add(delta_of(fresh, number))
+            versions.add(versions.reader(DeltaReader, None).read(fresh / f"delta-{number:08d}"))
             versions.swap()
             known.append(scored(versions.answering))
         np.testing.assert_array_equal(known[-1], wanted)
@@ -97,10 +98,6 @@ def test_a_server_follows_what_a_stream_learns(clicks: Path, tmp_path: Path) -> 
             told(tmp_path / "wrong", *words(clicks, EFFECTS, *publishes, wrong))
     with pytest.raises(UserError, match="name the run that it was made of, lambda.resume=RUN"):
         told(tmp_path / "wrong", *words(clicks, EFFECTS, f"lambda.publish.dir={fresh}"))
-
-
-def delta_of(folder: Path, number: int) -> Delta:
-    return Delta.read(folder / f"delta-{number:08d}")
 
 
 class Learning:

@@ -21,11 +21,12 @@ import torch
 from recpipe_low_precision.checkpoint import take_place, write_quantized
 from recpipe_sdm import tables as tables_module
 from recpipe_sdm.admission import Admission
+from recpipe_sdm.bags import Bags, PooledBags
 from recpipe_sdm.budget import Beside, Lookups, Size, hot_rows, planned
 from recpipe_sdm.index import PRUNED
 from recpipe_sdm.plugin import SDM
 from recpipe_sdm.scorer import TieredScorer
-from recpipe_sdm.tables import STAGING_BYTES, Bags, PooledBags, Tiering
+from recpipe_sdm.tables import STAGING_BYTES, Tiering
 from recpipe_sdm.tiers import Look, Tiers
 from recpipe_serve.batching.scorer import RequestScorer, Side
 from safetensors.torch import load_file, save_file

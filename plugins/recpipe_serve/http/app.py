@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -61,6 +61,8 @@ log = logging.getLogger("recpipe")
 VERSION = "1"
 LOST_SHARDS = "lost_shards"
 """A parameter of responses: the shards of a cut package without whose rows it was scored."""
+GoTo = Callable[[int | None], Awaitable[None]]
+"""Lets a version answer by its number, or the latest one and those after it; ``Refused`` if it cannot."""
 LACKING = "features_lacking"
 """A parameter of responses: for how many keys defaults stand for the values of the feature store."""
 
@@ -106,6 +108,8 @@ class Server(HttpModel):
         self.batcher.took = self.counted.own.took
         self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
         self.follower: Follower | None = None
+        self.go_to: GoTo
+        """Lets a version that a client asks for answer, here, or in all workers."""
         self.batcher.saw, self.batcher.answers = self.metrics.saw, answers
         if answers is not None:
             self.metrics.show(answers.counted)
@@ -150,6 +154,8 @@ class Server(HttpModel):
             self.monitor.close()
             self.manifest, self.monitor = manifest, monitor
         self.batcher.score, self.candidates, self.learner = score, candidates, learner
+        if candidates is not None:
+            candidates.use(maps)
         self.metrics.serves(package)
 
     def fill_from(self, store: FeatureStore) -> None:
@@ -159,7 +165,7 @@ class Server(HttpModel):
 
     def follow(self, follower: Follower) -> None:
         """Show where ``follower`` is, and hand it the requests by which it judges deltas."""
-        self.follower = follower
+        self.follower, self.go_to = follower, follower.go_to
         self.metrics.show(follower.figures)
 
     @property
@@ -273,7 +279,7 @@ class Server(HttpModel):
         if request.method == "POST":
             if not self.config.rollback:
                 raise Refused(403, "not_allowed", "versions are chosen where the server has rollback=true")
-            await self.follower.go_to(wanted_version(await read_json(request, self.config)))
+            await self.go_to(wanted_version(await read_json(request, self.config)))
         return json_response({"name": self.name, **self.follower.told()})
 
     async def _labels(self, request: Request) -> Response:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,8 @@ from recpipe_serve.config import ServeConfig, serve_config
 from recpipe_serve.errors import Refused
 from recpipe_serve.fresh.follower import Follower, catch_up, wanted_version
 from recpipe_serve.fresh.gate import Recent
-from recpipe_serve.fresh.versions import Versions
+from recpipe_serve.fresh.reading import DeltaReader, ReadDelta, ReaderProcess, serve
+from recpipe_serve.fresh.versions import Kept, Versions
 
 import recpipe
 from recpipe.answers import score
@@ -29,6 +35,7 @@ from recpipe.answers.manifest import read_manifest
 from recpipe.answers.score import Scorer
 from recpipe.errors import UserError
 from recpipe.private_api.compiled import compiler
+from tests import processes
 
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
@@ -101,6 +108,10 @@ def requests(base: Path, count: int, samples: int = 5) -> list[Asked]:
     return made
 
 
+def read(versions: Versions, directory: Path) -> ReadDelta:
+    return versions.reader(DeltaReader, None).read(directory)
+
+
 def scores_of(scorers: Sequence[Scorer], asked: Sequence[Asked]) -> list[torch.Tensor]:
     """By version the scores of all requests at once."""
     return [RequestScorer(scorer)(*together(asked)) for scorer in scorers]
@@ -113,11 +124,10 @@ def test_each_version_has_the_bits_of_its_package_forwards_and_backwards(
     known = scores_of([Scorer(package, mapped=True) for package in packages], asked)
     assert all(not torch.equal(one, other) for n, one in enumerate(known) for other in known[:n])
     for number in range(1, DELTAS + 1):
-        versions.add(Delta.read(deltas / f"delta-{number:08d}"))
+        versions.add(read(versions, deltas / f"delta-{number:08d}"))
         assert torch.equal(*scores_of([versions.answering], asked), known[number - 1]), "it still answers"
-        before = versions.served
+        assert versions.changed(number - 1, number) is None, "its dense part is another one"
         versions.swap()
-        assert versions.changed_since(before) is None, "its dense part is another one"
         assert torch.equal(*scores_of([versions.answering], asked), known[number])
     for number in (0, 3, 1, DELTAS):
         versions.move(number)
@@ -136,15 +146,13 @@ def test_of_deltas_with_rows_alone_it_is_known_which_features_have_others(base: 
         change = Change(version.step + 1, 0.0, 0.0, {"a": (np.array(ids), "fp32", rows)}, {}, {})
         delta = write_delta(tmp_path, version, change)
         version = delta.version
-        versions.add(delta)
+        versions.add(read(versions, delta.directory))
     versions.swap()
     (place,) = [n for n, own in enumerate(manifest["sparse"]) if own["name"] == "a"]
-    changed = versions.changed_since(0)
+    changed = versions.changed(0, 2)
     assert changed is not None
     assert {own: ids.tolist() for own, ids in changed.items()} == {place: [3, 7, 40]}
-    versions.move(1)
-    versions.swap()
-    assert versions.changed_since(2) is None, "of what is undone all may be other"
+    assert versions.changed(2, 1) is None, "of what is undone all may be other"
 
 
 def test_versions_that_are_too_many_go_and_the_rest_are_as_they_were(
@@ -159,7 +167,7 @@ def test_versions_that_are_too_many_go_and_the_rest_are_as_they_were(
         versions.swap()
         assert torch.equal(*scores_of([versions.answering], asked), known[place])
     with pytest.raises(UserError, match="and 4 is there already"):
-        versions.add(Delta.read(deltas / "delta-00000001"))
+        versions.add(read(versions, deltas / "delta-00000001"))
 
 
 class Served:
@@ -351,6 +359,67 @@ def test_damaged_and_foreign_deltas_are_refused_and_the_version_before_answers(
     found = made_up(base, damaged, Version.of_package(base, read_manifest(base)), 1)
     (found.directory / "rows" / "a.safetensors").write_bytes(b"")
     assert "is not as it was written" in asyncio.run(refused(damaged))
+
+
+class Forked(ReaderProcess):
+    """Its process is forked from one that has done the imports."""
+
+    def _start(self) -> socket.socket:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self.forked = processes.server().Process(target=serve, args=(its, self._told))
+            self.forked.start()
+        assert self.forked.pid is not None
+        self._process = Started(self.forked)  # type: ignore[assignment]
+        return mine
+
+
+class Started:
+    """What ``ReaderProcess`` asks of its process."""
+
+    def __init__(self, process: Any) -> None:
+        self.process, self.pid = process, process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> int:
+        self.process.join()
+        return int(self.process.exitcode)
+
+
+def test_a_process_reads_what_is_read_here_refuses_the_same_and_is_started_again(
+    base: Path, deltas: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions, directory = Versions(base, 8), deltas / "delta-00000001"
+    reader, here = versions.reader(Forked, None), versions.reader(DeltaReader, None)
+    one, other = reader.read(directory), here.read(directory)
+    assert one.of == other.of
+    for kind in ("rows", "ids"):
+        mine, theirs = getattr(one, kind), getattr(other, kind)
+        assert list(mine) == list(theirs)
+        assert all(map(torch.equal, chain(*mine.values()), chain(*theirs.values())))
+    assert one.rows
+    assert one.dense.keys() == other.dense.keys()
+    assert all(torch.equal(value, other.dense[name]) for name, value in one.dense.items())
+    damaged = Path(shutil.copytree(directory, tmp_path / directory.name))
+    (damaged / "dense.safetensors").unlink()
+    for each in (reader, here):
+        with pytest.raises(UserError, match="dense.safetensors is missing"):
+            each.read(damaged)
+    os.kill(reader.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert reader.read(directory).of == other.of
+    assert "was killed by signal 9; it is started again" in caplog.text
+    reader.close()
+    with pytest.raises(UserError, match="read no longer"):
+        reader.read(directory)
+
+
+def test_an_age_is_not_changed_by_a_clock_that_jumps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(Version.of_package(base, read_manifest(base)), time.time() - 5)
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    assert 5 <= kept.seconds_old < 60
+    assert Kept(kept.of, 1e12).seconds_old < 60, "written by a clock that is ahead"
 
 
 def test_words_of_following() -> None:

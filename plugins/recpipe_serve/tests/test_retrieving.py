@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed
 from recpipe_retrieval import index as indexes
 from recpipe_retrieval.command import make_index
 from recpipe_serve.config import ServeConfig
+from recpipe_serve.fresh.reading import DeltaReader
 from recpipe_serve.http.features import Features
 from recpipe_serve.http.raw import RawValues
 from recpipe_serve.tests.test_candidates import ITEM, PRICE, SEEN, SHOP, USER, shop_rows, trained
@@ -42,7 +44,9 @@ from safetensors.numpy import load_file
 
 import recpipe
 from recpipe.answers import score
+from recpipe.answers.apply import apply_deltas
 from recpipe.answers.candidates import ITEMS, RETRIEVER, SEARCH
+from recpipe.answers.delta import Change, Version, write_delta
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL, read_manifest, write_manifest
 from recpipe.private_api.compiled import compiler
@@ -90,11 +94,11 @@ def with_candidates(package: Path, index: Path, **about: Any) -> None:
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[tuple[int, socket.socket]]:
+def served(directory: Path, **words: Any) -> Iterator[tuple[int, socket.socket]]:
     """A worker that serves ``directory``: its port, and the channel on which it is told to load it anew."""
     threads, turn = torch.get_num_threads(), sys.getswitchinterval()
     with uncompiled():
-        worker = Worker(directory, ServeConfig(), "m")
+        worker = Worker(directory, ServeConfig(**words), "m")
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with socket.create_server(("127.0.0.1", 0)) as listening, its:
             running = threading.Thread(target=worker.run, args=(listening, its))
@@ -204,6 +208,49 @@ def test_wrong_requests_get_a_line_over_a_socket(shop: Path) -> None:
             assert ask(port, "POST", path, b"{}")[0] == 404
         assert ask(port, "GET", PATH)[0] == 405
         assert found_by(port, user=WHO)["items"], "it goes on"
+
+
+def test_a_ranker_whose_ids_grow_follows_deltas_and_its_candidates_stay(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items change rows with each other, and one that had none gets one: a delta is followed to the answers
+    of the package that it makes."""
+    monkeypatch.setattr("recpipe_serve.served.ReaderProcess", DeltaReader)
+    grows = [
+        {**ITEM, "rows": "dynamic", "capacity": 400},
+        SHOP,
+        PRICE,
+        {**USER, "rows": "dynamic", "capacity": 90},
+    ]
+    (tmp_path / "rows.parquet").symlink_to(shop / "rows.parquet")
+    ranker = trained(
+        tmp_path, "grown", ["bought"], grows, "model.bottom=[8]", "model.top=[8]", "trainer.max_steps=3"
+    )
+    base, deltas = tmp_path / "m.recpipe", tmp_path / "deltas"
+    deltas.mkdir()
+    with uncompiled():
+        recpipe.package(ranker, base, index=shop / "flat", dense="float32", reference=False, quiet=True)
+        manifest, draw = read_manifest(base), np.random.default_rng(0)
+        (name,) = [feature["map"] for feature in manifest["sparse"] if feature["name"] == "item"]
+        held = score.tensors(base / manifest["maps"][name]["file"])
+        keys, rows = held["keys"][1:].numpy().copy(), held["rows"][1:].numpy().astype(np.int64)
+        table = next(t for lookup in manifest["lookups"] for f, t in lookup["parts"] if f == "item")
+        size, width = manifest["tables"][table]["rows"], manifest["tables"][table]["dimension"]
+        values = draw.normal(size=(size, width)).astype(np.float32)
+        new = {table: (np.arange(size), "fp32", torch.from_numpy(values).view(torch.uint8))}
+        change = Change(99, 0.0, 0.0, new, {name: (keys, rows[::-1].copy())}, {})
+        delta = write_delta(tmp_path, Version.of_package(base, manifest), change)
+        apply_deltas(base, [delta.directory], tmp_path / "after")
+        ask_for = {"user": {"user": 17, "seen": "s1|s4"}, "k": 7, "n": 40}
+        with served(tmp_path / "after") as (port, _):
+            wanted = found_by(port, **ask_for)
+        with served(base, follow=str(deltas), poll_seconds=0.01) as (port, _):
+            before = found_by(port, **ask_for)
+            delta.directory.rename(deltas / delta.directory.name)
+            while json.loads(ask(port, "GET", "/v2/models/m/deltas")[1])["answering"] == 0:
+                time.sleep(0.01)
+            assert found_by(port, **ask_for) == wanted
+    assert before["scores"] != wanted["scores"], "or the delta changes nothing"
 
 
 # -- what users do, with compiled programs -------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -22,8 +23,10 @@ pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed
 
 from recpipe_serve.command import serve
 from recpipe_serve.config import ServeConfig
+from recpipe_serve.errors import Refused
 from recpipe_serve.row_server import RowServer
 from recpipe_serve.workers import supervisor
+from recpipe_serve.workers.asking import all_go_to
 from recpipe_serve.workers.supervisor import Supervisor
 
 BEGIN = """
@@ -50,10 +53,16 @@ def supervised(
     started = [0]
 
     def arguments(
-        directory: Path, config: ServeConfig, name: str, number: int, sockets: list[int], plugins: Any
+        directory: Path,
+        config: ServeConfig,
+        name: str,
+        number: int,
+        sockets: list[int],
+        plugins: Any,
+        at: int | None,
     ) -> list[str]:
         started[0] += 1
-        own = [str(sockets[1]), str(started[0]), str(notes)]
+        own = [str(sockets[1]), str(started[0]), str(notes), str(at)]
         return [sys.executable, "-S", "-E", "-c", BEGIN + script, *own]
 
     def act() -> None:
@@ -179,6 +188,57 @@ def test_a_worker_that_starts_again_with_another_package_makes_the_others_load_i
         until(lambda: "reload" in notes.read_text())
 
     assert supervised(monkeypatch, tmp_path, script, kill)[-1] == "2:reload"
+
+
+ASKS = """
+say("ready a 0"); note(f"{number}:at:{sys.argv[4]}:{os.getpid()}")
+while number == 1 and not os.path.exists(sys.argv[3] + ".go"): time.sleep(0.01)
+if number == 1: say("ask 7 goto 3")
+while (message := channel.recv(999).decode()):
+    what, key, text = message.split(" ", 2)
+    note(f"{number}:{what}:{text}".replace(" ", "_"))
+    if what == "asked" and number == 2 and text == "goto 9": os._exit(1)
+    if what == "asked": say(f"said {key} yes")
+    if message == 'heard 7 ["yes", "yes"]': say("ask 8 goto 9")
+"""
+
+
+def test_what_one_worker_asks_all_are_asked_and_those_that_start_again_begin_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second one dies when it is asked again, and is waited for no longer."""
+    notes = tmp_path / "notes"
+
+    def go() -> None:
+        until(lambda: notes.read_text().count(":at:") == 2)
+        (tmp_path / "notes.go").touch()
+        until(lambda: "3:at:" in notes.read_text() and notes.read_text().count("1:heard") == 2)
+        until(lambda: "3:at:9" in notes.read_text() or "3:asked:goto_9" in notes.read_text())
+
+    found = supervised(monkeypatch, tmp_path, ASKS, go)
+    first = [line.rpartition(":")[0] if ":at:" in line else line for line in found]
+    assert {"1:at:None", "2:at:None", "1:asked:goto_3", "2:asked:goto_3", "2:asked:goto_9"} <= {*first}
+    assert [line for line in found if "heard" in line] == ['1:heard:["yes",_"yes"]', '1:heard:["yes"]']
+
+
+def test_all_go_to_a_version_or_none_does() -> None:
+    class Other:
+        said = ("yes", "version 3 is not kept; there are 4, 5")
+
+        def __init__(self) -> None:
+            self.asked = list[str]()
+
+        async def all(self, text: str) -> list[str]:
+            self.asked.append(text)
+            return [*self.said]
+
+    other = Other()
+    with pytest.raises(Refused, match="version 3 is not kept; there are 4, 5"):
+        asyncio.run(all_go_to(other, 3))  # type: ignore[arg-type]
+    assert other.asked == ["keeps 3"]
+    other.said = ("yes", "yes")
+    asyncio.run(all_go_to(other, None))  # type: ignore[arg-type]
+    assert other.asked[1:] == ["keeps follow", "goto follow"]
 
 
 def test_a_plugin_that_keeps_rows_has_one_process(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ a worker that dies again without a pause, however often, and ends all workers on
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
@@ -23,7 +24,8 @@ from prometheus_client.multiprocess import mark_process_dead
 from recpipe.errors import UserError
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.http.metrics import DIRECTORY
-from recpipe_serve.workers.worker import LARGEST, arguments
+from recpipe_serve.workers.asking import FOLLOW, GO_TO, Question
+from recpipe_serve.workers.worker import LARGEST, RELOAD, arguments
 
 log = logging.getLogger("recpipe")
 SOON = 10.0
@@ -53,6 +55,8 @@ class Slot:
     """At once, in a row."""
     due: float = 0.0
     """When the worker is started, or started again."""
+    at: int | None = None
+    """The version that it was started with; None: the latest."""
 
 
 class Supervisor:
@@ -79,6 +83,11 @@ class Supervisor:
         self._answering = False
         self._to_load: list[Slot] = []
         """Workers that are to load the package anew, one after the other; the first one does."""
+        self._questions: list[Question] = []
+        """What some have asked all, and not all have answered."""
+        self._asked = 0
+        self.at: int | None = None
+        """The version that all answer from, those that start again, too; None: the latest."""
 
     def run(self) -> None:
         """Start the workers and watch them until KeyboardInterrupt. ``UserError`` if the package cannot be
@@ -121,11 +130,14 @@ class Supervisor:
 
     def _start(self, slot: Slot) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        slot.at = self.at
         sockets = [self.listening.fileno(), its.fileno()]
         with its:
             # In a process group of its own: Ctrl-C reaches the supervisor, which stops all of them.
             slot.process = subprocess.Popen(
-                arguments(self.directory, self.config, self.name, slot.number, sockets, self.plugins),
+                arguments(
+                    self.directory, self.config, self.name, slot.number, sockets, self.plugins, self.at
+                ),
                 pass_fds=sockets,
                 process_group=0,
                 env={**os.environ, DIRECTORY: str(self.folder)},
@@ -143,6 +155,12 @@ class Supervisor:
         package, _, difference = about.partition(" ")
         if not message:
             self._died(slot)
+        elif what == "ask":
+            self._ask(slot, *about.split(" ", 1))
+        elif what == "said":
+            number, _, said = about.partition(" ")
+            for question in [one for one in self._questions if one.key == number]:
+                self._answered(question, slot, said)
         elif what == "refused" and slot.package is None:
             slot.refused = about
         elif what == "refused":
@@ -150,6 +168,8 @@ class Supervisor:
             self._to_load = []
         elif what == "ready":
             slot.ready, slot.package = monotonic(), package
+            if slot.at != self.at:  # all have gone to another version while it started
+                slot.channel.send(f"asked 0 {GO_TO} {FOLLOW if self.at is None else self.at}".encode())
             if not self._answering and all(other.package for other in self.slots):
                 self._answering = True
                 self.started(difference)
@@ -166,6 +186,29 @@ class Supervisor:
             if not self._to_load:
                 log.info("now serving package %s; golden scores differ by %s", package, difference)
 
+    def _ask(self, asker: Slot, number: str, text: str) -> None:
+        """Ask all workers that answer what one of them asks."""
+        others = [slot for slot in self.slots if slot.package is not None and slot.channel is not None]
+        self._asked += 1
+        question = Question(asker, number, text, others, str(self._asked))
+        self._questions.append(question)
+        for slot in [*others]:
+            assert slot.channel is not None
+            with suppress(OSError):  # it has died, which its channel says
+                slot.channel.send(f"asked {question.key} {text}".encode())
+
+    def _answered(self, question: Question, slot: Slot, said: str | None) -> None:
+        if not question.answered(slot, said):
+            return
+        self._questions.remove(question)
+        if question.moves:
+            self.at = question.where
+        if question.asker.channel is not None:
+            with suppress(OSError):
+                question.asker.channel.send(
+                    f"heard {question.number} {json.dumps(question.said)}".encode()[:LARGEST]
+                )
+
     def _reload(self, slots: list[Slot]) -> None:
         """Let these workers load the package anew, one after the other."""
         idle = not self._to_load
@@ -178,7 +221,7 @@ class Supervisor:
             slot = self._to_load[0]
             if slot.channel is not None and slot.package is not None:
                 with suppress(OSError):  # it has died, which its channel says
-                    slot.channel.send(b"reload")
+                    slot.channel.send(RELOAD)
                     return
             self._to_load.pop(0)
 
@@ -192,6 +235,8 @@ class Supervisor:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         at_once = slot.ready is None or monotonic() < slot.ready + SOON
         slot.process = slot.channel = slot.package = None
+        for question in [*self._questions]:
+            self._answered(question, slot, None)
         if slot.refused is not None:
             if not self._answering:
                 raise UserError(slot.refused)

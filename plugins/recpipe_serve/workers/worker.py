@@ -3,7 +3,7 @@
 It is the whole server, or one of several workers. A worker is started by the supervisor as
 ``python -m recpipe_serve``, and has two sockets from it: the one that it answers on, and a
 channel. On the channel come ``reload``, and the end of it when the worker is to stop; on it go ``ready``,
-``loaded`` and ``refused``.
+``loaded`` and ``refused``; and what workers ask each other (``asking``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from recpipe_serve.repository.layout import is_repository
 from recpipe_serve.repository.models import Repository
 from recpipe_serve.row_server import RowServer
 from recpipe_serve.served import ServedPackage
+from recpipe_serve.workers.asking import Asking, all_go_to, answered
 
 if TYPE_CHECKING:
     from recpipe_serve.access.spans import Spans
@@ -48,6 +50,7 @@ LARGEST = 65536
 """Bytes of a message on the channel."""
 BACKLOG = 2048
 """Connections that wait to be taken."""
+RELOAD = b"reload"
 CONNECTIONS = "connections"
 """The file in which workers tell each other how many connections they have."""
 TURN = 2e-4
@@ -60,7 +63,7 @@ class Worker:
 
     ``rows``: keeps the tables' rows; None: all in DRAM. ``answers``: what requests are put to before the
     model; None: nothing. ``several``: whether there are other workers, which then share the tables' memory;
-    ``number``: this one's.
+    ``number``: this one's. ``at``: the version that all answer from; None: the latest.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Worker:
         several: bool = False,
         number: int = 0,
         answers: AnswerServer | None = None,
+        at: int | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         self.config = config
@@ -81,7 +85,7 @@ class Worker:
             self.served = Repository(directory, config)
         else:
             self.served = ServedPackage(
-                directory, config, name, rows=rows, answers=answers, folder=folder, number=number
+                directory, config, name, rows=rows, answers=answers, folder=folder, number=number, at=at
             )
         file = folder and folder / CONNECTIONS
         self.access = None if config.access_log is None else AccessLog(config.access_log)
@@ -95,6 +99,7 @@ class Worker:
         self.acceptor = Acceptor(config, self.served.metrics, shares, self.observers)
         self.runner = self.served.listener(self.acceptor, config.stop_seconds)
         self._reloading = asyncio.Lock()
+        self._asking: Asking | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, listening: socket.socket, channel: socket.socket | None = None) -> None:
@@ -112,6 +117,9 @@ class Worker:
             loop.add_signal_handler(signal.SIGHUP, self._begin)
         else:
             channel.setblocking(False)
+            if isinstance(self.served, ServedPackage) and self.served.follower is not None:
+                self._asking = Asking(channel, partial(answered, self.served.follower))
+                self.served.server.go_to = partial(all_go_to, self._asking)
             loop.add_reader(channel, self._told, channel)
             _say(channel, "ready", self.served.described)
         self.served.begin()
@@ -144,14 +152,19 @@ class Worker:
             message = channel.recv(LARGEST)
         except ConnectionError:
             message = b""
-        if message:
+        if message == RELOAD:
             self._begin(channel)
+        elif message and self._asking is not None:
+            self._soon(self._asking.told(message.decode()))
         else:
             self.runner.should_exit = True
             asyncio.get_running_loop().remove_reader(channel)
 
     def _begin(self, channel: socket.socket | None = None) -> None:
-        task = asyncio.get_running_loop().create_task(self._reload(channel))
+        self._soon(self._reload(channel))
+
+    def _soon(self, doing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(doing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -185,9 +198,11 @@ def arguments(
     number: int,
     sockets: list[int],
     plugins: Sequence[str] = (),
+    at: int | None = None,
 ) -> list[str]:
     """The command that starts the worker ``number`` with these sockets' descriptors, as ``main`` reads it;
-    ``plugins``: the words that choose what each worker puts requests to before the model."""
+    ``plugins``: the words that choose what each worker puts requests to before the model; ``at``: the version
+    that all answer from."""
     about = {
         "directory": str(directory),
         "config": asdict(config),
@@ -195,6 +210,7 @@ def arguments(
         "number": number,
         "sockets": sockets,
         "plugins": [*plugins],
+        "at": at,
     }
     return [sys.executable, "-m", "recpipe_serve", json.dumps(about)]
 
@@ -213,7 +229,7 @@ def main() -> int:
                 if about["plugins"]:
                     (answers,) = the_plugins(about["plugins"], (AnswerServer,), "serve", "answer_cache")
                 own = about["name"], None, True, about["number"]
-                worker = Worker(directory, config, *own, answers=answers)
+                worker = Worker(directory, config, *own, answers=answers, at=about["at"])
             except UserError as fault:
                 _say(channel, "refused", str(fault))
                 return 2
