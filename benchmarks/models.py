@@ -7,7 +7,8 @@ FBGEMM where TorchRec has that on a CPU (not in an ``EmbeddingCollection``: ther
 the same module and dense optimizer, and takes its batches from a list. recpipe trains a copy of the module on
 the same batches through ``recpipe.train`` with all rows in memory, with modules as they are (``plain``) and
 with what it compiles (``auto``). Each has a process of its own, that of recpipe with the allocator that
-``python -m recpipe`` sets up; they take turns. Tables have 20,000 rows, and those of models with histories
+``python -m recpipe`` sets up; they take turns, of so many steps as take the loop a quarter of a second, 4 at
+least. Tables have 20,000 rows, and those of models with histories
 1,000,000 as well, since the loop's step depends on that. Printed are, of each, the ratio of samples per
 second by wall and by CPU time (of all threads), round by round: median (lowest..highest).
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import multiprocessing
 from dataclasses import dataclass
@@ -52,9 +54,11 @@ from recpipe.model.make import make_model
 from recpipe.plugin.batch import Batch
 from recpipe.plugin.tables import SparseFeature
 
-ROWS, MANY, DENSE, HISTORY, BATCH, STEPS, WARM = 20_000, 1_000_000, 13, 20, 1024, 4, 2
+ROWS, MANY, DENSE, HISTORY, BATCH, WARM = 20_000, 1_000_000, 13, 20, 1024, 2
 KEPT = 40
 """Batches, which are trained again and again."""
+ROUND_SECONDS, LEAST_STEPS = 0.25, 4
+"""How long the loop's part of a round takes at least, and of how many steps each part is."""
 FEW_ROWS, MEMORY_STEPS = 1_000, 6
 """Of the tables before memory is measured, and how many steps it is measured in."""
 CPU = torch.device("cpu")
@@ -146,9 +150,10 @@ class Costs:
 
 
 class InTurn(L.Callback):
-    """After every ``STEPS`` of the run, some of the loop."""
+    """After every ``steps`` of the run, some of the loop."""
 
     loop: Connection
+    steps: int
     rounds: list[tuple[Cost, Cost]]
     """Of the run and of the loop."""
 
@@ -161,31 +166,33 @@ class InTurn(L.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.done += 1
-        if self.done % STEPS == 0:
-            own = self.costs.of(STEPS)
-            self.loop.send(True)
+        if self.done % self.steps == 0:
+            own = self.costs.of(self.steps)
+            self.loop.send(self.steps)
             InTurn.rounds.append((own, self.loop.recv()))
             self.costs.start()
 
 
 def loop(runs: Connection, name: str, rows: int, threads: int) -> None:
-    """In a process of its own: steps of the loop whenever ``runs`` asks for them, until it sends False."""
+    """In a process of its own: so many steps of the loop as ``runs`` asks for, until it sends 0."""
     begin(threads, LOOP)
     schema = schema_of(name, rows)
     by_hand, costs = ByHand(model_of(name, schema), batches(schema)), Costs()
     # A step that goes over whole tables takes as long as many others, and always as long.
-    steps = 1 if rows == MANY else STEPS
-    while runs.recv():
+    most = 1 if rows == MANY else KEPT
+    while asked := runs.recv():
+        steps = min(asked, most)
         costs.start()
         by_hand.train(steps)
         runs.send(costs.of(steps))
 
 
 def run(model: nn.Module, given: list[Batch], backend: str, steps: int, *words: str) -> None:
-    """Train so many steps under recpipe."""
+    """Train so many steps under recpipe, in one epoch: the loop's has no end."""
+    given = list(itertools.islice(itertools.cycle(given), steps))
     own = (
         *("trainer.progress=false", "trainer.logger=null", "optim.tables.lr=0.02", *words),
-        *(f"trainer.backend={backend}", f"trainer.max_steps={steps}", f"trainer.max_epochs={steps}"),
+        *(f"trainer.backend={backend}", f"trainer.max_steps={steps}"),
     )
     recpipe.train(model, given, *own, quiet=True).close()
 
@@ -232,13 +239,17 @@ def measure(told: Connection, beside: Connection, name: str, rows: int, options:
     InTurn.loop = beside
     schema = schema_of(name, rows)
     given, table = batches(schema), []
+    for _ in range(2):  # the first one warms it up
+        beside.send(LEAST_STEPS)
+        step = beside.recv().wall
+    InTurn.steps = max(LEAST_STEPS, min(KEPT, round(ROUND_SECONDS / step)))
     for backend in options.backends:
         callback = f"trainer.callbacks=[{{_target_: {InTurn.__module__}.InTurn}}]"
-        run(model_of(name, schema), given, backend, (options.rounds + WARM) * STEPS, callback)
+        run(model_of(name, schema), given, backend, (options.rounds + WARM) * InTurn.steps, callback)
         found = InTurn.rounds[WARM:]
         samples = BATCH / median(theirs.wall for _, theirs in found)
         table.append([TITLES[name], rows, backend, round(samples), speed(found, "wall"), speed(found, "cpu")])
-    beside.send(False)
+    beside.send(0)
     told.send(table)
 
 
@@ -318,7 +329,8 @@ def main() -> None:
             "machine": str(Host.current()),
             "commit": options.commit,
             "date": date.today().isoformat(),
-            "kept": f"medians (lowest..highest) of {options.rounds} rounds of {STEPS} steps of {BATCH}; "
+            "kept": f"medians (lowest..highest) of {options.rounds} rounds of {LEAST_STEPS} and more steps "
+            f"of {BATCH}, a quarter of a second of the loop; "
             f"memory: the most in {MEMORY_STEPS} steps, each side in its own process",
             "columns": COLUMNS,
             "rows": table,

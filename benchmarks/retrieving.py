@@ -1,13 +1,14 @@
 """What a server takes to find a user's candidates and rank them, beside its parts alone.
 
-    python benchmarks/retrieving.py [--items 100000] [--found 200] [--rounds 5] [--seconds 2]
+    python benchmarks/retrieving.py [--items 100000] [--found 200] [--rounds 5] [--seconds 2] [--json FILE]
 
 Two towers and a DLRM are trained for some steps on generated clicks, so that there is an index of each kind
 over as many items, and a package with each. In turn, the other servers stopped meanwhile, each is asked for
 the best 10 of the ``--found`` candidates of one of 64 users (``retrieve``), and to score as many that it is
 given, as tensors (``infer``: scoring alone). FAISS alone searches in this process, by one thread, for one
 vector after the other. One connection gives the times of requests, 16 the rate; CPU time is the server's.
-The client is native (serving_client.c). A C++ compiler and recpipe[retrieval,serve] are needed.
+The client is native (serving_client.c). A C++ compiler and recpipe[retrieval,serve] are needed. ``--json``
+writes a data file for docs/tables.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from serving import CONNECTIONS, Side, http, kserve, running
 from serving_native import closed_loop
+
+from recpipe.backend.choices import Host
 
 KINDS = ("flat", "hnsw", "ivf_pq")
 USERS, PORT = 64, 8780
@@ -62,6 +67,7 @@ def main() -> int:
     parser.add_argument("--found", type=int, default=200, help="candidates that are ranked (default 200)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load (default 2)")
+    parser.add_argument("--json", type=Path, help="a data file for docs/tables.py")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,7 +84,10 @@ def main() -> int:
                     for what, requests in zip(("retrieve", "infer"), asked, strict=True):
                         ask(found[kind, what], one, requests, options.seconds)
                     one.signal(signal.SIGSTOP)
-        show(found, folder, options)
+        rows = table(found, folder)
+    show(rows, options)
+    if options.json:
+        options.json.write_text(json.dumps(result(rows, options), indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -174,23 +183,62 @@ def search(measured: Measured, index: Path, vectors: Any, options: argparse.Name
     measured.alone.append((1e3 * float(p50), 1e3 * float(p99)))
 
 
-def show(found: dict[tuple[str, str], Measured], folder: Path, options: argparse.Namespace) -> None:
-    """Medians of the rounds (lowest-highest); of ``retrieve`` what is neither search nor scoring."""
-    print(f"{options.items:,} items, {options.found} of them ranked; medians of {options.rounds} rounds")
-    print("| index | recall@100 | what | median, ms | p99, ms | CPU a request, ms | requests/s |")
-    print("| --- | --: | --- | --: | --: | --: | --: |")
+COLUMNS = {
+    "index": None,
+    "recall@100": "{:.3f}",
+    "what": None,
+    "median, ms": "{:.2f}",
+    "p99, ms": "{:.2f}",
+    "CPU of a request, ms": "{:.2f}",
+    "requests/s": "{:,.0f}",
+}
+
+
+def table(found: dict[tuple[str, str], Measured], folder: Path) -> list[list[Any]]:
+    """The cells of each way to ask: medians of the rounds, lowest, highest."""
+    rows = []
     for kind in KINDS:
-        recall = json.loads((folder / kind / "index.json").read_text())["recall"] or {"recall@100": 1.0}
+        told = json.loads((folder / kind / "index.json").read_text())["recall"]
+        recall = told["recall@100"] if told else 1.0
         for what in ("faiss", "infer", "retrieve"):
             own = found[kind, what]
-            p50, p99 = (sorted(each) for each in zip(*own.alone, strict=True))
-            cells = [
-                f"{median(each):.2f} ({each[0]:.2f}..{each[-1]:.2f})" for each in (p50, p99, sorted(own.cpu))
-            ]
-            rate = f"{median(own.rates):,.0f} ({min(own.rates):,.0f}..{max(own.rates):,.0f})"
-            print("|", " | ".join([kind, f"{recall['recall@100']:.3f}", what, *cells, rate]), "|", flush=True)
-        parts = [median(found[kind, what].cpu) for what in ("retrieve", "faiss", "infer")]
-        print(f"{kind}: {parts[0] - parts[1] - parts[2]:.2f} ms of CPU time beside FAISS's search and infer")
+            p50, p99 = zip(*own.alone, strict=True)
+            rows.append([kind, round(recall, 4), what, *map(spread, (p50, p99, own.cpu, own.rates))])
+    return rows
+
+
+def spread(rounds: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in (median(rounds), min(rounds), max(rounds))]
+
+
+def show(rows: list[list[Any]], options: argparse.Namespace) -> None:
+    """Print the table, and what of ``retrieve`` is neither search nor scoring."""
+    print(f"{options.items:,} items, {options.found} of them ranked; medians of {options.rounds} rounds")
+    print(*COLUMNS, sep=" | ")
+    for kind, recall, what, *cells in rows:
+        formats = [*COLUMNS.values()][3:]
+        texts = ["{} ({}..{})".format(*map(f.format, cell)) for f, cell in zip(formats, cells, strict=True)]
+        print(kind, recall, what, *texts, sep=" | ", flush=True)
+    for kind in KINDS:
+        search, infer, retrieve = (row[5][0] for row in rows if row[0] == kind)
+        print(f"{kind}: {retrieve - search - infer:.2f} ms of CPU time beside FAISS's search and infer")
+
+
+def result(rows: list[list[Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """What docs/tables.py reads."""
+    words = f"--items {options.items} --found {options.found} --rounds {options.rounds}"
+    return {
+        "title": f"Retrieve, then rank: {options.found} of {options.items:,} items",
+        "command": f"python benchmarks/retrieving.py {words} --seconds {options.seconds:g}",
+        "machine": str(Host.current()),
+        "commit": "",
+        "date": date.today().isoformat(),
+        "kept": f"medians (lowest..highest) of {options.rounds} rounds in turn; median and p99 of one "
+        f"connection, CPU time of the server and requests/s of {CONNECTIONS}; faiss: search alone, by one "
+        f"caller; infer: scoring of {options.found} candidates alone, given as tensors",
+        "columns": COLUMNS,
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":

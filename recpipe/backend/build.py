@@ -24,15 +24,16 @@ from recpipe.backend.calibrate import calibrated
 from recpipe.backend.chain import Chooser, Converted, is_hooked
 from recpipe.backend.choices import Choices, checked
 from recpipe.backend.convert import convert, convert_on_gpu, padded_paths, revert
-from recpipe.backend.sharing import measured_sharing
+from recpipe.backend.sharing import SMALLEST, measured_sharing
 from recpipe.common.saved import entries
+from recpipe.data.parts import batch_size as size_of
 from recpipe.data.parts import on_device
 from recpipe.distributed.ranks import Channel
 from recpipe.errors import UserError
 from recpipe.model.losses.distillation import Distillation
 from recpipe.pipeline.batch import TableWorkers
 from recpipe.pipeline.cuda_graph import CudaGraph
-from recpipe.pipeline.parts import find_out
+from recpipe.pipeline.parts import find_out, looks_up_own_ids_alone
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.splitting import EqualParts
 from recpipe.pipeline.step import Cores
@@ -155,7 +156,8 @@ def build_backend(
     # that the model makes.
     alone = model.embeddings.threads == 1 and not all(tables.sends for tables in groups)
     alone = alone and len(model.bound) == len(model.proxies)
-    shares = on_cpu and threads > 1 and not several and alone
+    alone = alone and on_cpu and not several
+    shares = alone and threads > 1
     if splitter or several or shares:
         # Sharded tables are built for a rank's share of a batch.
         model.parts = find_out(model, on_device(batch, device), -(-batch_size // trainers.size))
@@ -188,8 +190,11 @@ def build_backend(
         backend.graph = StepGraph(model, partial(CudaGraph, device), settings)
     if shares:
         backend.beside = TableWorkers(threads - 1)
-    if cores > 1:  # this is measured on the converted model
-        backend.share(cores, measured_sharing(model, batch, batch_size, cache_dir, kind == "auto"))
+    # What makes parts of a model faster, each by itself, need not make a step so.
+    or_plain = alone and kind == "auto" and size_of(batch) >= SMALLEST
+    if cores > 1 or (or_plain and looks_up_own_ids_alone(model, batch)):
+        found = measured_sharing(model, batch, batch_size, cache_dir, cores > 1, or_plain)
+        backend.share(cores, found)
     return backend
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from recpipe.backend.calibrate import sizes
 from recpipe.backend.choices import FIRST_SHARES, Choices, Notebook
 from recpipe.backend.convert import padded_paths, revert
 from recpipe.common.meter import Meter
-from recpipe.common.timing import median_seconds
+from recpipe.common.timing import seconds_by_round
 from recpipe.data.parts import batch_size
 from recpipe.data.select import between
 from recpipe.pipeline.batch import InFlight
@@ -36,8 +37,11 @@ MARGIN = 1.1
 """Cores share a batch if that is so many times faster. A run also reads and plans, which competes for Python
 with the cores and is not in the measured time."""
 NOISE = 1.02
-"""The first core takes less than an equal share if that is again so many times faster."""
+"""A model is converted, and the first core takes less than an equal share, if that is so many times
+faster."""
 ROUNDS = 9
+MOST_ROUNDS = 0.75
+"""What counts as faster was so in this share of the rounds at least."""
 MOST_SECONDS = 5.0
 """After so many of one batch size no further round begins."""
 BUDGET_SECONDS = 20.0
@@ -49,31 +53,31 @@ SMALLEST = 128
 
 
 def measured_sharing(
-    model: PlacedModel, batch: Any, size: int, folder: Path, or_plain: bool = False
+    model: PlacedModel, batch: Any, size: int, folder: Path, cores: bool = True, or_plain: bool = False
 ) -> Choices:
     """The faster way for steps of ``model``, which may be converted, with up to ``size`` samples;
-    ``or_plain``: its modules as they are, on threads that share every operator, are one of the ways.
+    ``cores``: that they share a batch is one of the ways; ``or_plain``: so are its modules as they are, on
+    threads that share every operator.
 
     ``batch``: a batch like those of the training. Known choices are read from ``folder`` and new ones saved
-    there, as in ``calibrated``.
+    there, as in ``calibrated``. Without ``cores`` whole batches alone are timed.
     """
     threads, notebook = torch.get_num_threads(), Notebook(folder)
-    name, tables = signature(model, batch), cache(partial(_few_rows, model))
-    chosen = dict.fromkeys(map(str, sizes(size)), "openmp")
+    name, tables = signature(model, batch, cores), cache(partial(_few_rows, model))
+    each = sizes(size) if cores else [size]
+    chosen = dict.fromkeys(map(str, each), "openmp")
     spent = last = 0.0
     with Meter() as meter:
-        for samples in sizes(size):
+        for samples in each:
             if not SMALLEST <= samples <= batch_size(batch):
                 continue
             if not notebook.knows(name, threads, samples) and spent + LARGER * last > BUDGET_SECONDS:
                 del chosen[str(samples)]
                 continue
             if meter.due:
-                meter.show(min(1.0, spent / BUDGET_SECONDS), "measuring whether cores share a batch")
-            once, begun = (
-                partial(_faster, model, tables, between(batch, 0, samples), or_plain),
-                perf_counter(),
-            )
+                meter.show(min(1.0, spent / BUDGET_SECONDS), "measuring what makes a step faster")
+            cut, begun = batch if samples == batch_size(batch) else between(batch, 0, samples), perf_counter()
+            once = partial(_faster, model, tables, cut, cores, or_plain)
             chosen[str(samples)] = notebook.answer(name, threads, samples, once)
             last = perf_counter() - begun
             spent += last
@@ -81,9 +85,10 @@ def measured_sharing(
     return {name: {str(threads): chosen}}
 
 
-def signature(model: PlacedModel, batch: Any) -> str:
+def signature(model: PlacedModel, batch: Any, cores: bool = True) -> str:
     """A name for models that take equally long: with the same modules and sizes and the same number of
-    ids. What stands in place of the tables' modules is told by the groups, whatever recpipe calls it."""
+    ids. What stands in place of the tables' modules is told by the groups, whatever recpipe calls it.
+    ``cores``: whether they may share a batch."""
     each = model.inputs.each(batch)
     ids = sum(own.values().numel() for own in each if own is not None) // max(1, batch_size(batch))
     modules = [
@@ -97,6 +102,7 @@ def signature(model: PlacedModel, batch: Any) -> str:
         for g in model.embeddings.tables.groups
     ]
     described = repr((modules, shapes, groups, ids.bit_length(), model.called.low_precision))
+    described += "" if cores else " whole"
     return f"model {hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
 
@@ -109,35 +115,51 @@ def _few_rows(model: PlacedModel) -> list[ResidentCollection]:
 
 
 def _faster(
-    model: PlacedModel, tables: Callable[[], list[ResidentCollection]], batch: Any, or_plain: bool
+    model: PlacedModel,
+    tables: Callable[[], list[ResidentCollection]],
+    batch: Any,
+    cores: bool,
+    or_plain: bool,
 ) -> str:
-    """``openmp``, one of ``FIRST_SHARES`` or, if asked for, ``plain``: steps of ``batch`` with temporary
-    ``tables`` in place of the model's own."""
+    """``plain``, if asked for, ``openmp`` or, with ``cores``, one of ``FIRST_SHARES``: the simplest of these
+    than which none is clearly faster, by steps of ``batch`` with temporary ``tables`` in place of the model's
+    own."""
     count, dense, copied = torch.get_num_threads(), model.dense, model.copied()
     few, given = tables(), model.inputs.each(batch)
     # Ids within the rows of the temporary tables.
     ids = tuple(
         None if own is None else within(own, each.tables) for each, own in zip(few, given, strict=True)
     )
-
-    shared = {name: Cores(count, partial(_always, first)) for name, first in FIRST_SHARES.items()}
+    shares = FIRST_SHARES if cores else {}
+    shared = {name: Cores(count, partial(_always, first)) for name, first in shares.items()}
+    ways = {"plain": partial(_train_as_it_is, model.copied(), batch, few, ids)} if or_plain else {}
+    ways |= {"openmp": partial(_train, copied, batch, few, ids, None)}
+    ways |= {name: partial(_train, copied, batch, few, ids, own) for name, own in shared.items()}
     try:
         with same_random_numbers():
-            ways = (None, *shared.values())
-            runs = [partial(_train, copied, batch, few, ids, cores) for cores in ways]
-            if or_plain:
-                runs.append(partial(_train_as_it_is, model.copied(), batch, few, ids))
-            openmp, *times = median_seconds(runs, ROUNDS, most=MOST_SECONDS)
+            times = dict(
+                zip(ways, seconds_by_round([*ways.values()], ROUNDS, most=MOST_SECONDS), strict=True)
+            )
     finally:
-        for cores in shared.values():
-            cores.close()
+        for own in shared.values():
+            own.close()
         for parameter in dense:
             parameter.grad = None
-    name, best = "openmp", openmp
-    for other, time in zip(shared, times, strict=False):
-        if time * (MARGIN if name == "openmp" else NOISE) < best:
-            name, best = other, time
-    return "plain" if or_plain and times[-1] < best * NOISE else name
+    best, *others = times
+    for name in others:
+        begins_to_share = name in shared and best not in shared
+        if _clearly_faster(times[name], times[best], MARGIN if begins_to_share else NOISE):
+            best = name
+    return best
+
+
+def _clearly_faster(times: Sequence[float], others: Sequence[float], margin: float) -> bool:
+    """Whether rounds took ``times`` where the same rounds took ``others`` another way: less than these by
+    ``margin`` at the median, and less in most rounds. Something else on the machine may make the median of a
+    few rounds say anything."""
+    ratios = [other / own for own, other in zip(times, others, strict=True)]
+    faster = sum(ratio > 1 for ratio in ratios)
+    return median(ratios) > margin and faster >= MOST_ROUNDS * len(ratios)
 
 
 def _train(

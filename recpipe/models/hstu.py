@@ -81,17 +81,17 @@ class HSTU(nn.Module):
         """Logits float32 [B, L], or ``query`` and ``candidate`` [B, width]; of each position while it is
         trained at every one."""
         histories = self.histories(sparse_features, dense_features)
+        every = self.autoregressive and self.training
         pairs = zip(self.transducers, histories, strict=True)
-        states = [transducer(history, not self.retrieval) for transducer, history in pairs]
-        latest = [state[:, -1] for state in states]
+        states = [transducer(history, not self.retrieval, not every) for transducer, history in pairs]
         context = self.context(self.others(dense_features), sparse_features)
         if self.candidate is None:
-            logits: torch.Tensor = self.top(torch.cat([context, *latest], dim=1))
+            logits: torch.Tensor = self.top(torch.cat([context, *states], dim=1))
             return logits
-        if self.autoregressive and self.training:
+        if every:
             (one,), (side,), (each,) = histories, self.histories.sides, states
             query, candidate = each + self.top(context).unsqueeze(1), self.candidate(one.following)
             return autoregressive(one, side, sparse_features, query, candidate)
-        query = torch.stack([self.top(context), *latest]).sum(0)
+        query = torch.stack([self.top(context), *states]).sum(0)
         target = torch.cat([history.target for history in histories], dim=1)
         return {"query": query, "candidate": self.candidate(target)}

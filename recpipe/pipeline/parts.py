@@ -80,6 +80,20 @@ def find_out(model: PlacedModel, batch: Any, most: int = SAMPLES) -> Parts:
     )
 
 
+def looks_up_own_ids_alone(model: PlacedModel, batch: Any) -> bool:
+    """Whether a forward pass of ``batch`` looks rows up only by its own ids; False also if it cannot be tried
+    without changing the model. Nothing is trained."""
+    watches = {proxy: _Watch(proxy, model.ids_of(proxy, batch)) for proxy in model.bound}
+    with same_random_numbers(), torch.no_grad():
+        try:
+            once = model.copied()
+        except UserError:
+            return False
+        with handing_out(watches):
+            once.called(batch)
+    return not any(watch.others for watch in watches.values())
+
+
 class _Watch:
     """Watches the ids that a proxy is called with, and hands out no rows."""
 

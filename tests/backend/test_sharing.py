@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,16 +39,17 @@ def two_threads():
 
 
 @pytest.fixture
-def clock(monkeypatch) -> list[list[float]]:
-    """Times of OpenMP and of the cores' shares, taken one list after the other; each way is run once."""
-    times: list[list[float]] = []
+def clock(monkeypatch) -> list[list[Any]]:
+    """Times of modules as they are, if asked for, of OpenMP and of the cores' shares, taken one list after
+    the other, a time or those of several rounds; each way is run once."""
+    times: list[list[Any]] = []
 
-    def median_seconds(runs, rounds, most):
+    def seconds_by_round(runs, rounds, most):
         for run in runs:
             run()
-        return times.pop(0)
+        return [seconds if isinstance(seconds, list) else [seconds] for seconds in times.pop(0)]
 
-    monkeypatch.setattr(sharing, "median_seconds", median_seconds)
+    monkeypatch.setattr(sharing, "seconds_by_round", seconds_by_round)
     return times
 
 
@@ -95,11 +97,11 @@ def test_the_first_core_takes_less_where_that_is_faster_again(two_threads, clock
 
 
 def test_modules_as_they_are_count_unless_a_conversion_is_faster(two_threads, clock, tmp_path) -> None:
-    clock += [[1.0, 0.95, 0.93, 0.92, 0.9], [1.0, 0.7, 0.69, 0.8, 0.72]]
+    clock += [[0.9, 1.0, 0.95, 0.93, 0.92], [0.8, 1.0, 0.7, 0.69, 0.8]]
     model = model_in(tmp_path)
     convert(model.module)
     name = signature(model, BATCH)
-    (answers,) = measured_sharing(model, BATCH, SIZE, tmp_path / "kept", True)[name].values()
+    (answers,) = measured_sharing(model, BATCH, SIZE, tmp_path / "kept", or_plain=True)[name].values()
     assert (answers["256"], answers["1024"]) == ("plain", "cores 1.0")
     sizes = {"2": {"16": "openmp", "1024": "plain"}}
     assert Chooser({name: sizes}, True).is_plain(name)
@@ -120,6 +122,29 @@ def test_modules_as_they_are_count_unless_a_conversion_is_faster(two_threads, cl
     backend.restore(saved)
     assert backend.cores is not None
     backend.close()
+    model.embeddings.close()
+
+
+def test_a_way_that_was_faster_in_some_rounds_alone_is_not_taken(two_threads, clock, tmp_path) -> None:
+    """At the median of the rounds each is faster by a tenth and more."""
+    plain, often, always = [1.0, 1.0, 1.0, 1.0, 1.0], [0.8, 0.8, 0.8, 2.0, 2.0], [0.8, 0.8, 0.8, 0.9, 0.9]
+    clock += [[plain, often, plain, plain, plain], [plain, often, plain, plain, always]]
+    model = model_in(tmp_path)
+    name = signature(model, BATCH)
+    (answers,) = measured_sharing(model, BATCH, SIZE, tmp_path / "kept", or_plain=True)[name].values()
+    assert (answers["256"], answers["1024"]) == ("plain", "cores 0.8")
+    model.embeddings.close()
+
+
+def test_without_cores_whole_batches_alone_are_timed(clock, tmp_path) -> None:
+    model = model_in(tmp_path)
+    name = signature(model, BATCH, cores=False)
+    assert name != signature(model, BATCH)
+    for times, way in (([1.0, 0.99], "plain"), ([1.0, 0.9], "openmp")):
+        clock.append(times)
+        found = measured_sharing(model, BATCH, SIZE, tmp_path / way, cores=False, or_plain=True)
+        assert found == {name: {str(torch.get_num_threads()): {"1024": way}}}
+        choices.Notebook._measured.clear()
     model.embeddings.close()
 
 
@@ -151,7 +176,7 @@ def test_another_model_has_another_name(tmp_path) -> None:
 
 def test_a_step_is_really_timed(two_threads, tmp_path) -> None:
     model = model_in(tmp_path)
-    choices = measured_sharing(model, between(BATCH, 0, 256), 256, tmp_path / "kept", True)
+    choices = measured_sharing(model, between(BATCH, 0, 256), 256, tmp_path / "kept", or_plain=True)
     (answers,) = choices[signature(model, BATCH)].values()
     assert answers["256"] in ("plain", "openmp", "cores 1.0", "cores 0.9", "cores 0.8")
     model.embeddings.close()

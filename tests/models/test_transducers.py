@@ -18,7 +18,15 @@ from recpipe.models.bst import Behavior
 from recpipe.models.histories import History
 from recpipe.models.hstu import HSTU
 from recpipe.models.sasrec import CausalTransformer
-from recpipe.models.units import Transducer, buckets_between, of_like_length, rounded_up
+from recpipe.models.units import (
+    LikeLengths,
+    Moved,
+    Transducer,
+    buckets_between,
+    of_like_length,
+    rounded_up,
+    values_at,
+)
 from tests.any_model.runs import train
 from tests.any_model.zoo import TECHNIQUES, by_hand, furthest
 from tests.models.formulas import (
@@ -37,7 +45,8 @@ def states(name: str, events: torch.Tensor, present: torch.Tensor) -> torch.Tens
     """Of each event, float32 [B, T, width]."""
     torch.manual_seed(5)
     if name == "hstu":
-        return Transducer(HISTORY, DIM, 12, 2, 2, 0, False).states(events, present)
+        history = History(events, present, torch.zeros(len(events), DIM))
+        return Transducer(HISTORY, DIM, 12, 2, 2, 0, False)(history, with_target=False)
     return CausalTransformer(HISTORY, DIM, 2, 2)(events, present)
 
 
@@ -100,9 +109,10 @@ def test_ages_of_events_bias_attention() -> None:
 @pytest.mark.soak  # it compiles a package
 def test_a_model_with_ages_trains_as_by_hand_and_can_be_packaged() -> None:
     rows = batches(TIMED, 3)
-    theirs = by_hand(made("hstu", schema=TIMED), rows, "rowwise_adagrad")
-    mine = train(made("hstu", schema=TIMED), rows, "rowwise_adagrad", *TECHNIQUES["hotline"][:-1])
-    assert furthest(mine, theirs) < 1e-5
+    # By SGD: some bucket's gradient is all but 0, of which Adagrad makes a step as long as of any other.
+    theirs = by_hand(made("hstu", schema=TIMED), rows, "sgd")
+    mine = train(made("hstu", schema=TIMED), rows, "sgd", *TECHNIQUES["hotline"][:-1])
+    assert furthest(mine, theirs) < 1e-6
     called = Called(made("hstu", schema=TIMED), LOSSES["binary_cross_entropy"])
     assert export_dense(called, TIMED, ["items", "kinds", "tags"]).tables
 
@@ -172,14 +182,16 @@ def test_samples_beside_those_of_like_length_are_as_in_one_block(with_target: bo
         torch.manual_seed(5)
         transducer, own = Transducer(21, DIM, 12, 2, 2, 8, False).double(), []
         transducer.units[0].register_forward_pre_hook(
-            lambda _, given, own=own: own.append(given[0].shape[:2])
+            lambda _, given, own=own: own.extend(block.present.shape for block in given[1])
         )
         events = history.events.double().requires_grad_()
         with patch("recpipe.models.units.of_like_length", like):
             states = transducer(replace(history, events=events), with_target)
+            shapes.append([tuple(shape) for shape in own])
+            latest = transducer(replace(history, events=events), with_target, latest=True)
+        torch.testing.assert_close(latest, states[:, -1], rtol=1e-12, atol=1e-12)
         states.square().sum().backward()
         found.append([states, events.grad, *(own.grad for own in transducer.parameters())])
-        shapes.append([tuple(shape) for shape in own])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
     assert found[0][0][~F.pad(present, (0, int(with_target)), value=True)].count_nonzero() == 0
     assert shapes[1] == [(9, 20 + with_target)]
@@ -191,7 +203,25 @@ def test_samples_beside_those_of_like_length_are_as_in_one_block(with_target: bo
 
 
 def test_numbers_of_samples_that_a_kernel_is_made_for_are_few() -> None:
-    sizes = {count: len(rounded_up(torch.arange(count))) for count in range(1, 2000)}
+    sizes = {count: rounded_up(count) for count in range(1, 2000)}
     assert all(count <= size < count * 1.125 for count, size in sizes.items())
     assert len({size for count, size in sizes.items() if 512 <= count <= 1024}) == 9
-    assert rounded_up(torch.arange(17)).tolist() == [*range(17), 0]
+    present = torch.ones(17, 3, dtype=torch.bool)
+    present[16, :2] = False
+    order = LikeLengths(present)
+    assert [tuple(places.shape) for places in order.blocks] == [(1, 1), (16, 3)]
+    assert len(order.taken) == 52  # of 49
+    events = torch.randn(51, 2, dtype=torch.float64, requires_grad=True)
+    taken = Moved.apply(events, order.taken, order.places)
+    assert taken[49:].count_nonzero() == 0
+    assert torch.equal(taken[0], events[50])
+    assert torch.autograd.gradcheck(Moved.apply, (events, order.taken, order.places))
+
+
+def test_values_at_places_have_the_gradient_of_an_embedding() -> None:
+    values, places = torch.randn(5, requires_grad=True), torch.tensor([[0, 3, 3], [2, 0, 3]])
+    weights, found = torch.randn(2, 3), values_at(values, places)
+    assert torch.equal(found, values[places])
+    found.backward(weights)
+    wanted = torch.zeros(5).index_put((places,), weights, accumulate=True)
+    torch.testing.assert_close(values.grad, wanted)
