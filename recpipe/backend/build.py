@@ -25,6 +25,7 @@ from recpipe.backend.chain import Chooser, Converted, is_hooked
 from recpipe.backend.choices import Choices, checked
 from recpipe.backend.convert import convert, convert_on_gpu, padded_paths, revert
 from recpipe.backend.sharing import SMALLEST, measured_sharing
+from recpipe.backend.table_kernels import choose_kernels, table_parts
 from recpipe.common.saved import entries
 from recpipe.data.parts import batch_size as size_of
 from recpipe.data.parts import on_device
@@ -81,6 +82,8 @@ class Backend:
         revert(module)
         for own in self.model.proxies.values():
             own.padded = False
+        tables = self.model.embeddings.tables
+        choose_kernels(tables, None if self._is_plain else Chooser(choices, measured_only=True))
         if self._is_plain:
             return
         if self.kind in (CUDA, CUDA_GRAPH):
@@ -181,7 +184,8 @@ def build_backend(
         # The first trainer's, on all of them: those that share the machine's cores must not measure at the
         # same time, and the saved choices must be those of the run.
         leads = trainers.index == 0
-        own = calibrated(model.module, batch_size, counts, cache_dir) if leads else {}
+        tables = table_parts(model.embeddings.tables)
+        own = calibrated(model.module, batch_size, counts, cache_dir, tables) if leads else {}
         first, *_ = trainers.gather(np.frombuffer(json.dumps(own).encode(), np.uint8))
         choices = checked(json.loads(first.tobytes()))
     backend = Backend(kind, model, choices)

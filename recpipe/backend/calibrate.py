@@ -21,10 +21,14 @@ from recpipe import private_api
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices, Notebook
 from recpipe.backend.convert import convert
+from recpipe.backend.pairs import takes
+from recpipe.backend.table_kernels import TableStep
 from recpipe.common.console import log
 from recpipe.common.device import using_threads
+from recpipe.common.loops import can_compile
 from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
+from recpipe.tables.resident import FEW_BYTES
 
 SMALLEST = 16
 """Samples of the smallest batch measured. Further sizes are four times as large each, up to the run's own
@@ -43,16 +47,19 @@ MARGIN = 1.02
 """A part is converted if it is so many times faster; smaller differences could be noise."""
 
 
-def calibrated(model: nn.Module, batch: int, threads: Iterable[int], folder: Path) -> Choices:
+def calibrated(
+    model: nn.Module, batch: int, threads: Iterable[int], folder: Path, tables: Iterable[str] = ()
+) -> Choices:
     """Choices for the parts of ``model``, which may be converted already, for batches of up to ``batch``
     samples.
 
-    ``threads``: torch's threads in the run. Known choices for this machine are read from ``folder``; missing
-    ones are measured and saved there. If it is empty, it gets what this process has measured before. The
-    model is not run, and the state of random numbers does not change.
+    ``threads``: torch's threads in the run. ``tables``: the signatures of its groups of tables. Known choices
+    for this machine are read from ``folder``; missing ones are measured and saved there. If it is empty, it
+    gets what this process has measured before. The model is not run, and the state of random numbers does not
+    change.
     """
     notebook = Notebook(folder)
-    wanted = sorted(parts(model), key=lambda part: (not part.startswith("linear "), part))
+    wanted = sorted(parts(model) | set(tables), key=lambda part: (not part.startswith("linear "), part))
     all_of = [
         (count, part, size)
         for count in sorted(set(threads))
@@ -84,7 +91,9 @@ def footprint(part: str, samples: int) -> int:
     """About how many bytes it takes to measure ``part`` with so many samples."""
     kind, numbers = part.split(" ", 1)
     sizes = [int(number) for number in re.findall("[0-9]+", numbers)]
-    if kind == "dot":
+    if kind == "tables":
+        floats = FEW_BYTES // 4 + 3 * samples * sizes[0] * sizes[1]
+    elif kind == "dot":
         features, dim = sizes[0] + 1, sizes[1]
         floats = samples * 2 * features * (features + 2 * dim)
     elif kind == "cross":
@@ -139,12 +148,37 @@ def measure(part: str, samples: int, choices: Choices) -> str:
             [lambda: torch.addmm(bias, x, weight.t()), onednn], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
         )
         return "onednn" if theirs < addmm else "addmm"
+    if kind == "tables":
+        return _measure_tables(numbers, samples)
     plain, inputs_of = _made(kind, numbers, samples)
-    mine = copy.deepcopy(plain)
-    convert(mine, choices)
-    steps_of = [partial(_step, module, inputs_of) for module in (plain, mine)]
-    before, after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS, most=MOST_SECONDS)
-    return "cpu" if after * MARGIN < before else "plain"
+    ways = {"plain": plain}
+    for way in _ways(kind, numbers):
+        ways[way] = copy.deepcopy(plain)
+        convert(ways[way], {**choices, part: {str(torch.get_num_threads()): {str(samples): way}}})
+    steps_of = [partial(_step, module, inputs_of) for module in ways.values()]
+    steps_of[-1]()  # its loops are compiled, which is not measured
+    before, *after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS, most=MOST_SECONDS)
+    seconds, best = min(zip(after, list(ways)[1:], strict=True))
+    return best if seconds * MARGIN < before else "plain"
+
+
+def _measure_tables(numbers: str, samples: int) -> str:
+    if not can_compile():
+        return "plain"
+    sizes, optimizer = numbers.split(" ")
+    features, dim = map(int, sizes.split("x"))
+    step = TableStep(features, dim, optimizer, samples)
+    step(by_loops=True)  # they are compiled, which is not measured
+    fbgemm, loops = median_seconds(
+        [partial(step, False), partial(step, True)], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
+    )
+    return "loops" if loops * MARGIN < fbgemm else "plain"
+
+
+def _ways(kind: str, numbers: str) -> list[str]:
+    """What the back end has for a kind of part."""
+    loops = kind == "dot" and takes(1 + int(numbers.split("x")[0])) and can_compile()
+    return ["cpu", "loops"] if loops else ["cpu"]
 
 
 def _step(module: nn.Module, inputs: Sequence[Any]) -> None:

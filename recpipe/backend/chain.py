@@ -175,7 +175,12 @@ class Chooser:
 
     def pays(self, part: str, samples: int) -> bool:
         """Whether to use the back end for a part with this signature."""
-        return not self.measured_only or self._faster(part, samples) == "cpu"
+        return self.way(part, samples) != "plain"
+
+    def way(self, part: str, samples: int) -> str:
+        """How to compute a part with this signature: ``plain``, ``cpu`` or ``loops``."""
+        faster = self._faster(part, samples) or "plain"
+        return "cpu" if faster == "plain" and not self.measured_only else faster
 
     def first_share(self, model: str, samples: int) -> float | None:
         """The first core's fraction of an equal share of so many samples; None if cores are not faster."""

@@ -27,18 +27,19 @@ Choices = dict[str, dict[str, dict[str, str]]]
 
 Signatures are ``linear IN-OUT``; ``chain 13-512r-16`` (see ``chain.Chain``); ``dot FxD`` for TorchRec's
 ``InteractionArch`` of F features beside the dense vector; ``cross N-RANK xLAYERS`` for its
-``LowRankCrossNet``; and ``model HASH`` (see ``sharing``).
+``LowRankCrossNet``; ``tables FxD OPTIMIZER`` for a group of tables with F features, of which samples are the
+ids of each; and ``model HASH`` (see ``sharing``).
 {"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings, as in JSON.
 """
 FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}
 """The first core's fraction of an equal share of a batch, if cores share it."""
-ANSWERS = ("addmm", "onednn", "plain", "cpu", "openmp", *FIRST_SHARES)
-"""For a linear layer, ``addmm`` or ``onednn``; for a part of a model, ``plain`` (unchanged) or ``cpu``; for a
-whole model, ``plain``, or converted ``openmp`` (threads share its operators) or a fraction (cores share its
-samples)."""
+ANSWERS = ("addmm", "onednn", "plain", "cpu", "loops", "openmp", *FIRST_SHARES)
+"""For a linear layer, ``addmm`` or ``onednn``; for a part of a model, ``plain`` (unchanged), ``cpu`` (torch's
+operators, put together otherwise) or ``loops`` (compiled ones of recpipe's own); for a whole model,
+``plain``, or converted ``openmp`` (threads share its operators) or a fraction (cores share its samples)."""
 
 
-SCHEMA = 2
+SCHEMA = 3
 SAVE_SECONDS = 2.0
 """Answers are saved at least so often while others are measured."""
 
@@ -53,7 +54,7 @@ class Host:
     processor: str
     cores: int
     instruction_set: str
-    """torch's vector instructions, then those that the environment allows oneDNN and MKL."""
+    """torch's vector instructions, then those that the environment allows oneDNN, MKL and numba."""
     torch_version: str
     float32_matmul: str
     """torch's precision setting, which decides between MKL and oneDNN."""
@@ -61,7 +62,8 @@ class Host:
     @classmethod
     def current(cls) -> Host:
         """The host of this process."""
-        allowed = (os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"))
+        limits = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NUMBA_CPU_NAME")
+        allowed = (os.environ.get(name, "") for name in limits)
         return cls(
             processor=processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -34,6 +34,7 @@ from recpipe.backend.chain import (
     is_plain,
 )
 from recpipe.backend.dense import chain, cross, factorize, interact
+from recpipe.backend.pairs import pair_products
 from recpipe.tables.group_rows import is_padded, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -153,14 +154,18 @@ def _fits_chain(layers: Chain, x: Any, dtype: torch.dtype) -> bool:
 def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, sparse_features: Any) -> Any:
     """The ``forward`` of ``InteractionArch``; without a ``chooser`` on a GPU."""
     dense, sparse, device = dense_features, sparse_features, "cuda" if chooser is None else "cpu"
-    dtype = _computes(device)
+    dtype, way = _computes(device), "plain"
     if (
         dtype is not None
         and _fits(dense, 2, dtype, device=device)
         and _fits(sparse, 3, device=device)
         and sparse.shape == (len(dense), module.F, dense.shape[1])
-        and (chooser is None or chooser.pays(f"dot {sparse.shape[1]}x{sparse.shape[2]}", len(dense)))
     ):
+        part = f"dot {sparse.shape[1]}x{sparse.shape[2]}"
+        way = "cpu" if chooser is None else chooser.way(part, len(dense))
+    if way == "loops" and dtype is torch.float32:
+        return pair_products(dense, sparse)
+    if way != "plain":
         return interact(dense, sparse, is_padded(sparse))
     return type(module).forward(module, dense, sparse)
 

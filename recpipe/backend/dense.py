@@ -180,7 +180,7 @@ class _Interaction(torch.autograd.Function):
             inside = ctx.inside
 
             def plain(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-                return _plain_interaction(bottom, pooled.view(batch, -1, dim)[:, inside:])
+                return plain_interaction(bottom, pooled.view(batch, -1, dim)[:, inside:])
 
             return *differentiable(plain, (bottom, pooled), gradient), None
         with phase("interaction backward"), torch.autocast(gradient.device.type, enabled=False):
@@ -262,7 +262,7 @@ def _plain(
     return x
 
 
-def _plain_interaction(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+def plain_interaction(bottom: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
     """``interact`` by torch's own operators; pooled [B, F, D]."""
     features = torch.cat((bottom.unsqueeze(1), pooled.to(bottom.dtype)), dim=1)
     products = torch.bmm(features, features.transpose(1, 2)).flatten(1)

@@ -179,10 +179,18 @@ def _train(
 def _train_as_it_is(
     model: PlacedModel, batch: Any, tables: Sequence[ResidentCollection], ids: GroupIds
 ) -> None:
-    """``_train`` of a copy, without any conversion."""
+    """``_train`` of a copy, without any conversion, with all rows looked up by FBGEMM."""
     revert(model.module)
-    with _without_padding(model):
-        _train(model, batch, tables, ids, None)
+    kernels = [own.tables.kernel for own in tables]
+    before = [kernel.faster for kernel in kernels]
+    try:
+        for kernel in kernels:
+            kernel.faster = None
+        with _without_padding(model):
+            _train(model, batch, tables, ids, None)
+    finally:
+        for kernel, faster in zip(kernels, before, strict=True):
+            kernel.faster = faster
 
 
 @contextmanager

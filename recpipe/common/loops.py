@@ -23,6 +23,7 @@ import numpy as np
 from recpipe.common.console import log
 from recpipe.common.instructions import instructions
 from recpipe.common.own_cache import CACHE_HOME, own_folder, private_files, user_cache_dir
+from recpipe.common.vectors import vectors
 from recpipe.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -62,6 +63,28 @@ def load_loops() -> None:
         if not found and not said:
             said = True
             log.info("compiling loops for this machine, once")
+
+
+@cache
+def can_compile() -> bool:
+    """Whether loops become machine code here; why not is logged."""
+    try:
+        return not _numba().config.DISABLE_JIT
+    except UserError as fault:
+        log.warning("%s", fault)
+        return False
+
+
+@cache
+def has_wide_registers() -> bool:
+    """Whether loops are compiled for a processor with 32 registers of 16 numbers (AVX-512), not 16 of 8."""
+    numba = _numba()
+    features = numba.config.CPU_FEATURES  # numba's own variables name another processor than this one
+    if features is None:
+        from llvmlite.binding import get_host_cpu_features
+
+        features = get_host_cpu_features().flatten()
+    return "+avx512f" in features
 
 
 class _Loop:
@@ -130,17 +153,19 @@ def _with_its_functions(function: FunctionType) -> FunctionType:
         for name, called in found.items()
         if isinstance(called, FunctionType) and called.__module__ == function.__module__
     }
-    own |= {
-        name: instructions()[called]
-        for name, called in found.items()
-        if isinstance(called, FunctionType) and called in instructions()
-    }
+    for known in (instructions, vectors):
+        if any(getattr(called, "__module__", None) == known.__module__ for called in found.values()):
+            own |= {name: known()[called] for name, called in found.items() if _is_in(called, known())}
     if not own:
         return function
     names, defaults = function.__globals__ | own, function.__defaults__
     again = FunctionType(function.__code__, names, function.__name__, defaults, function.__closure__)
     update_wrapper(again, function)
     return again
+
+
+def _is_in(called: object, known: dict[Any, Any]) -> bool:
+    return isinstance(called, FunctionType) and called in known
 
 
 def _numba() -> Any:
@@ -215,3 +240,13 @@ class Spread:
 
 ALONE = Spread()
 """The calling thread alone."""
+
+
+@cache
+def shared_spread(count: int) -> Spread:
+    """``count`` threads that all of this process's work shares."""
+    return Spread(count) if count > 1 else ALONE
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=shared_spread.cache_clear)  # which has none of its parent's threads

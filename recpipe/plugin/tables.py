@@ -243,6 +243,21 @@ class Table:
         return self.first if isinstance(self.first, Drawn) else None
 
 
+@dataclass(eq=False)
+class Kernel:
+    """What looks up and updates the rows of a group's tables on a CPU, where there are loops of recpipe's own
+    beside FBGEMM's kernels."""
+
+    faster: Callable[[int], bool] | None = None
+    """Whether loops are faster for so many ids; None: FBGEMM does all."""
+    threads: int = 1
+    """How many threads loops share their work among, in steps that leave the other cores idle meanwhile."""
+
+    def by_loops(self, lookups: int) -> bool:
+        """Whether loops look up so many ids, and update their rows."""
+        return self.faster is not None and self.faster(lookups)
+
+
 @dataclass(frozen=True)
 class TableSet:
     """A group of tables: they share ``dim`` and the optimizer, so that a record has one width.
@@ -282,6 +297,11 @@ class TableSet:
             tables=tuple(self.tables[index] for index in chosen),
             numbers=tuple(numbers[index] for index in chosen),
         )
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """What looks these tables up, wherever their rows are."""
+        return Kernel()
 
     @cached_property
     def features(self) -> tuple[str, ...]:

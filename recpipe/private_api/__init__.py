@@ -70,5 +70,6 @@ with private_names():
         share_hooks,
         tbe_views,
         update_by_table,
+        whole_state,
         whole_weights,
     )

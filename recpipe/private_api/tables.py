@@ -116,6 +116,15 @@ def whole_weights(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.Tensor:
     return made
 
 
+def whole_state(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> torch.Tensor:
+    """The optimizer state of all physical tables of a TBE on a CPU, one table after the other, float32 of one
+    axis; empty if there is none. Writing to it changes the TBE."""
+    if not tbe.split_optimizer_states():
+        return torch.empty(0)
+    whole: torch.Tensor = private(tbe, "momentum1_host")
+    return whole.detach().view(-1)
+
+
 def update_by_table(
     tbe: SplitTableBatchedEmbeddingBagsCodegen, rows: int, table_of: NDArray[np.int64]
 ) -> None:

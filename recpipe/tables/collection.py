@@ -25,7 +25,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from numpy.typing import NDArray
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, data_type_to_sparse_type
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -37,6 +37,7 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import Region, TableSet, Values, row_chunks, to_numpy
+from recpipe.tables.loop_tables import LoopTables
 from recpipe.tables.rows import evaluated, looked_up, table_bags
 from recpipe.tables.updating import OwnUpdates
 
@@ -215,6 +216,8 @@ def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBat
         return fused_tbe(tables, [rows], [0], device, pooled=True)
     tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device, pooled=True)
     private_api.update_by_table(tbe, rows, tables.table_of)
+    if isinstance(tbe, LoopTables):
+        tbe.table_of = tables.table_of
     return tbe
 
 
@@ -250,16 +253,16 @@ def fused_tbe(
     }
     if device.type == "cpu" and _TAKES_MEMORY:
         shape["preallocated_host_buffers"] = _memory(tables, sum(rows))
-    if not tables.optimizer.fused:
-        made = OwnUpdates(tables.optimizer, table_of, **shape)
+    own = tables.optimizer
+    if own.fused:
+        shape |= {"optimizer": own.kind, "learning_rate": own.lr, "eps": own.eps}
+        shape["stochastic_rounding"] = own.stochastic_rounding
+    if not own.fused:
+        made = OwnUpdates(own, table_of, **shape)
+    elif pooled and not on_gpu and tables.storage is DataType.FP32:
+        made = LoopTables(tables, table_of, **shape)
     else:
-        made = SplitTableBatchedEmbeddingBagsCodegen(
-            optimizer=tables.optimizer.kind,
-            learning_rate=tables.optimizer.lr,
-            eps=tables.optimizer.eps,
-            stochastic_rounding=tables.optimizer.stochastic_rounding,
-            **shape,
-        )
+        made = SplitTableBatchedEmbeddingBagsCodegen(**shape)
     tables.optimizer.rate.follow(made)
     return made
 

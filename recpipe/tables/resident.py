@@ -294,7 +294,7 @@ class ReplicatedCollection(AllResident, GroupTables):
 
 
 def with_few_rows(tables: ModelTables) -> list[TableSet]:
-    """Each group of ``tables`` with fewer rows, of ``FEW_BYTES`` at most together."""
+    """Each group of ``tables`` with fewer rows, of ``FEW_BYTES`` at most together, and the same kernels."""
     groups = tables.groups
     rows = max(1, FEW_BYTES // sum(len(g.tables.tables) * g.tables.record_bytes for g in groups))
     cut = []
@@ -302,6 +302,7 @@ def with_few_rows(tables: ModelTables) -> list[TableSet]:
         fewer = tuple(replace(table, rows=min(table.rows, rows), first=None) for table in own.tables)
         slow = own.optimizer if own.optimizer.frozen else replace(own.optimizer, lr=ALMOST_NO_RATE)
         cut.append(replace(own, tables=fewer, optimizer=slow))
+        cut[-1].kernel.faster = own.kernel.faster
     return cut
 
 

@@ -1,0 +1,266 @@
+"""The products of all pairs of a sample's vectors and their gradient on a CPU, by loops of its own.
+
+They compute what TorchRec's ``InteractionArch`` does, in float32, with sums in another order. A product of
+matrices as small as a sample's takes a library longer to begin than to make, and half of it is not wanted.
+Here four vectors at a time are multiplied with sixteen others, and the sums stay in registers::
+
+    products     transposed, so that one instruction takes a number of each of sixteen vectors
+    gradients    those of four vectors: of each the sum of the others, times the gradients of their products
+
+Samples depend on no other one, so that their bits do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recpipe.backend.dense import differentiable, plain_interaction
+from recpipe.common.loops import compiled, has_wide_registers, shared_spread
+from recpipe.common.timing import phase
+from recpipe.common.vectors import BLOCK, LANES, fma, load, splat, spread, store, transpose
+
+Floats = NDArray[np.float32]
+TILE = 4
+"""Vectors that are multiplied at a time: fewer in all have no loops."""
+LEAST = 256
+"""Samples of a thread at least; a few of them take no longer than passing them to it."""
+
+
+def takes(count: int) -> bool:
+    """Whether there are loops for ``count`` vectors a sample."""
+    return count >= TILE
+
+
+def pair_products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """dense [B, D] and rows [B, F, D], float32 -> [B, D + F (F + 1) / 2]: the dense vector, and the products
+    of all pairs of the 1 + F vectors in TorchRec's order.
+
+    Numbers of a sample lie side by side; samples may be any distance apart.
+    """
+    if not torch.is_grad_enabled():
+        with phase("interaction forward"):
+            return _products(dense, rows)
+    out: torch.Tensor = _Pairs.apply(dense, rows)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    batch, features, dim = rows.shape
+    count = 1 + features
+    out = torch.empty(batch, dim + count * features // 2)
+    given = (*_flat(dense), *_flat(rows), out.view(-1).numpy(), count, dim)
+    _by_threads(partial(multiply_pairs, *given, has_wide_registers()), batch)
+    return out
+
+
+def _gradients(
+    dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of ``dense`` and of ``rows``."""
+    batch, features, dim = rows.shape
+    # With room for one more vector in front, as rows have it that a table looks up for this: its update takes
+    # the gradient without a copy, and does not read what is there.
+    room = dim if rows.stride(0) == (1 + features) * dim else 0
+    to_dense, wide = torch.empty(batch, dim), torch.empty(batch, room + features * dim)
+    to_rows = wide[:, room:]
+    given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
+    made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim)
+    _by_threads(partial(differentiate_pairs, *given, *made), batch)
+    return to_dense, to_rows.unflatten(1, (features, dim))
+
+
+class _Pairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        with phase("interaction forward"):
+            ctx.save_for_backward(dense, rows)
+            return _products(dense, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dense, rows = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return differentiable(plain_interaction, (dense, rows), gradient)
+        with phase("interaction backward"):
+            return _gradients(dense, rows, gradient)
+
+
+def _flat(x: torch.Tensor) -> tuple[Floats, int]:
+    """The memory of x from its first number to its last one, float32 of one axis, and how far samples are
+    apart in it."""
+    x = x.detach() if x[0].is_contiguous() else x.detach().contiguous()
+    size = x[0].numel()
+    apart = x.stride(0) if len(x) > 1 else size
+    return x.as_strided(((len(x) - 1) * apart + size,), (1,)).numpy(), apart
+
+
+def _by_threads(work: Callable[[int, int], None], samples: int) -> None:
+    """``work`` on all samples, as many at a time as torch's operators have threads here."""
+    spread = shared_spread(torch.get_num_threads())
+    parts = spread.parts(samples, LEAST)
+    spread.map(work, [part.start for part in parts], [part.stop for part in parts])
+
+
+@compiled
+def multiply_pairs(
+    dense: NDArray[np.float32],
+    dense_apart: int,
+    rows: NDArray[np.float32],
+    rows_apart: int,
+    out: NDArray[np.float32],
+    count: int,
+    dim: int,
+    wide_registers: bool,
+    low: int,
+    high: int,
+) -> None:
+    """Write the dense vectors and the products of all pairs of ``count`` vectors of samples [low, high) into
+    ``out`` [B * W].
+
+    ``wide_registers``: there are enough for 8 sums of 16 numbers.
+    """
+    deep, wide = -(-dim // LANES) * LANES, -(-count // LANES) * LANES
+    width = dim + count * (count - 1) // 2
+    own = np.zeros(wide * deep, np.float32)  # a sample's vectors, and zeros
+    lying = np.zeros(deep * wide, np.float32)  # the same, transposed
+    square = np.zeros(wide * wide + LANES, np.float32)
+    ends = np.zeros(width + LANES, np.float32)
+    for b in range(low, high):
+        _take(own, dense, b * dense_apart, rows, b * rows_apart, count, dim, deep)
+        for k in range(0, count, BLOCK):
+            for d in range(0, dim, BLOCK):
+                transpose(own, k * deep + d, deep, lying, d * wide + k, wide)
+        for i in range(0, count, TILE):
+            v = (i + 1) // LANES * LANES
+            a0, a1, a2, a3 = i * deep, (i + 1) * deep, (i + 2) * deep, (i + 3) * deep
+            while v < wide:
+                p0, p1, p2, p3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+                if wide_registers and v + LANES < wide:
+                    q0, q1, q2, q3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+                    for d in range(dim):
+                        x0, x1 = load(lying, d * wide + v), load(lying, d * wide + v + LANES)
+                        s0, s1 = spread(own, a0 + d), spread(own, a1 + d)
+                        s2, s3 = spread(own, a2 + d), spread(own, a3 + d)
+                        p0, p1, p2, p3 = fma(s0, x0, p0), fma(s1, x0, p1), fma(s2, x0, p2), fma(s3, x0, p3)
+                        q0, q1, q2, q3 = fma(s0, x1, q0), fma(s1, x1, q1), fma(s2, x1, q2), fma(s3, x1, q3)
+                    store(square, i * wide + v + LANES, q0)
+                    store(square, (i + 1) * wide + v + LANES, q1)
+                    store(square, (i + 2) * wide + v + LANES, q2)
+                    store(square, (i + 3) * wide + v + LANES, q3)
+                    after = v + 2 * LANES
+                else:
+                    for d in range(dim):
+                        x0 = load(lying, d * wide + v)
+                        p0, p1 = fma(spread(own, a0 + d), x0, p0), fma(spread(own, a1 + d), x0, p1)
+                        p2, p3 = fma(spread(own, a2 + d), x0, p2), fma(spread(own, a3 + d), x0, p3)
+                    after = v + LANES
+                store(square, i * wide + v, p0)
+                store(square, (i + 1) * wide + v, p1)
+                store(square, (i + 2) * wide + v, p2)
+                store(square, (i + 3) * wide + v, p3)
+                v = after
+        # A row of products that is written has numbers behind it that later ones are written over, or the
+        # next samples'; the last samples' have no such place.
+        last = (high - 1 - b) * width < LANES
+        target, start = (ends, 0) if last else (out, b * width)
+        for d in range(dim):
+            target[start + d] = own[d]
+        at = start + dim
+        for i in range(count - 1):
+            for j in range(i + 1, count, LANES):
+                store(target, at + j - i - 1, load(square, i * wide + j))
+            at += count - 1 - i
+        if last:
+            out[b * width : (b + 1) * width] = ends[:width]
+
+
+@compiled
+def differentiate_pairs(
+    dense: NDArray[np.float32],
+    dense_apart: int,
+    rows: NDArray[np.float32],
+    rows_apart: int,
+    gradient: NDArray[np.float32],
+    to_dense: NDArray[np.float32],
+    to_rows: NDArray[np.float32],
+    to_rows_apart: int,
+    count: int,
+    dim: int,
+    low: int,
+    high: int,
+) -> None:
+    """The gradients of the dense vectors (from all their places) and of the other ``count`` - 1 of samples
+    [low, high): those of ``multiply_pairs`` with ``gradient`` [B * W]."""
+    deep, width = -(-dim // LANES) * LANES, dim + count * (count - 1) // 2
+    own, found = np.zeros(count * deep, np.float32), np.empty(count * deep, np.float32)
+    # Where the product of vectors i < j is: starts[i] + j.
+    starts = np.empty(count, np.int64)
+    for i in range(count):
+        starts[i] = i * (2 * count - i - 1) // 2 - i - 1
+    for b in range(low, high):
+        base = b * width + dim
+        _take(own, dense, b * dense_apart, rows, b * rows_apart, count, dim, deep)
+        for tile in range(0, count, TILE):
+            i = min(tile, count - TILE)
+            g0, g1 = base + starts[i], base + starts[i + 1]
+            g2, g3 = base + starts[i + 2], base + starts[i + 3]
+            for d in range(0, deep, LANES):
+                p0, p1, p2, p3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
+                for j in range(i):
+                    x, g = load(own, j * deep + d), base + starts[j] + i
+                    p0, p1 = fma(spread(gradient, g), x, p0), fma(spread(gradient, g + 1), x, p1)
+                    p2, p3 = fma(spread(gradient, g + 2), x, p2), fma(spread(gradient, g + 3), x, p3)
+                x0, x1 = load(own, i * deep + d), load(own, (i + 1) * deep + d)
+                x2, x3 = load(own, (i + 2) * deep + d), load(own, (i + 3) * deep + d)
+                s01, s02 = spread(gradient, g0 + i + 1), spread(gradient, g0 + i + 2)
+                s03, s12 = spread(gradient, g0 + i + 3), spread(gradient, g1 + i + 2)
+                s13, s23 = spread(gradient, g1 + i + 3), spread(gradient, g2 + i + 3)
+                p0 = fma(s03, x3, fma(s02, x2, fma(s01, x1, p0)))
+                p1 = fma(s13, x3, fma(s12, x2, fma(s01, x0, p1)))
+                p2 = fma(s23, x3, fma(s12, x1, fma(s02, x0, p2)))
+                p3 = fma(s23, x2, fma(s13, x1, fma(s03, x0, p3)))
+                for j in range(i + TILE, count):
+                    x = load(own, j * deep + d)
+                    p0, p1 = fma(spread(gradient, g0 + j), x, p0), fma(spread(gradient, g1 + j), x, p1)
+                    p2, p3 = fma(spread(gradient, g2 + j), x, p2), fma(spread(gradient, g3 + j), x, p3)
+                store(found, i * deep + d, p0)
+                store(found, (i + 1) * deep + d, p1)
+                store(found, (i + 2) * deep + d, p2)
+                store(found, (i + 3) * deep + d, p3)
+        for d in range(dim):
+            to_dense[b * dim + d] = found[d] + gradient[b * width + d]
+        whole = dim // LANES * LANES
+        for k in range(1, count):
+            at = b * to_rows_apart + (k - 1) * dim
+            for d in range(0, whole, LANES):
+                store(to_rows, at + d, load(found, k * deep + d))
+            for d in range(whole, dim):
+                to_rows[at + d] = found[k * deep + d]
+
+
+def _take(
+    own: Floats,
+    dense: Floats,
+    dense_at: int,
+    rows: Floats,
+    rows_at: int,
+    count: int,
+    dim: int,
+    deep: int,
+) -> None:
+    """Copy a sample's ``count`` vectors, ``deep`` numbers apart."""
+    whole = dim // LANES * LANES
+    for d in range(dim):
+        own[d] = dense[dense_at + d]
+    for k in range(1, count):
+        at = rows_at + (k - 1) * dim
+        for d in range(0, whole, LANES):
+            store(own, k * deep + d, load(rows, at + d))
+        for d in range(whole, dim):
+            own[k * deep + d] = rows[at + d]

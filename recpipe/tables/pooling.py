@@ -1,0 +1,61 @@
+"""The lookup of tables in memory on a CPU: rows of float32, summed by bag."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recpipe.common.instructions import prefetch
+from recpipe.common.loops import compiled
+from recpipe.common.vectors import LANES, add, load, splat, store
+
+AHEAD = 16
+"""So many ids before a row is added the processor is asked for it."""
+SAMPLES = 64
+"""Samples of which all features are looked up before others': what is written of them stays in a cache."""
+
+
+@compiled
+def pool_rows(
+    weights: NDArray[np.float32],
+    bases: NDArray[np.int64],
+    indices: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    out: NDArray[np.float32],
+    dim: int,
+    low: int,
+    high: int,
+) -> None:
+    """Write the sums of the rows of each bag of samples [low, high), in the order of their ids, into ``out``
+    [B * F * D].
+
+    ``weights``: all tables', one after the other; that of feature f begins at ``bases[f]``. ``indices`` int64
+    [L] and ``offsets`` int64 [F * B + 1] are FBGEMM's: feature by feature.
+    """
+    features, last = len(bases), len(indices) - 1
+    samples, width, whole = (len(offsets) - 1) // features, features * dim, dim // LANES * LANES
+    for start in range(low, high, SAMPLES):
+        end = min(start + SAMPLES, high)
+        for feature in range(features):
+            base, bag = bases[feature], feature * samples
+            for sample in range(start, end):
+                begin, stop = offsets[bag + sample], offsets[bag + sample + 1]
+                at = sample * width + feature * dim
+                if stop == begin + 1:
+                    row = base + indices[begin] * dim
+                    for d in range(0, whole, LANES):
+                        store(out, at + d, load(weights, row + d))
+                    for d in range(whole, dim):
+                        out[at + d] = weights[row + d]
+                    continue
+                for d in range(0, whole, LANES):
+                    sums = splat(0.0)
+                    for lookup in range(begin, stop):
+                        prefetch(weights, base + indices[min(lookup + AHEAD, last)] * dim + d)
+                        sums = add(sums, load(weights, base + indices[lookup] * dim + d))
+                    store(out, at + d, sums)
+                for d in range(whole, dim):
+                    one = np.float32(0)
+                    for lookup in range(begin, stop):
+                        one += weights[base + indices[lookup] * dim + d]
+                    out[at + d] = one

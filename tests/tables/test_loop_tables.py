@@ -1,0 +1,154 @@
+"""Tables that loops look up and update: FBGEMM's numbers, in FBGEMM's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrec.modules.embedding_configs import DataType
+
+from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
+from recpipe.tables import loop_tables
+from recpipe.tables.fused_update import KINDS
+from recpipe.tables.loop_tables import LoopTables
+from recpipe.tables.resident import ResidentCollection
+from tests.tables import samples
+from tests.tables.reference import BATCHES, SEQUENCES, SUMS, TOLERANCE, WEIGHTED, Kind, batches, expected
+from tests.tables.reference import train as train_on
+from tests.tables.samples import CPU, FEATURES, difference, dump, identical, stream, table_set, tiers, train
+
+
+def by_loops(tables: TableSet) -> TableSet:
+    tables.kernel.faster = lambda lookups: True
+    return tables
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of features of each update that a loop made."""
+    made: list[int] = []
+    right = loop_tables.update_rows
+
+    def noted(*arguments) -> None:
+        made.append(len(arguments[4]))
+        right(*arguments)
+
+    monkeypatch.setattr(loop_tables, "update_rows", noted)
+    return made
+
+
+def trained(tables: TableSet, multi: bool, padded: bool = True) -> tuple[ResidentCollection, list]:
+    made = ResidentCollection(tables, CPU, padded=padded)
+    return made, train(made, stream(12, multi), eval_every=3)
+
+
+@pytest.mark.parametrize("dim", [8, 16, 40])
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_rows_are_those_of_fbgemm(monkeypatch: pytest.MonkeyPatch, optimizer: str, dim: int, updates) -> None:
+    monkeypatch.setattr(samples, "DIM", dim)
+    tables = TableSet.one_each(FEATURES, dim, TableOptimizer(optimizer, 0.1), 3)
+    for multi in (False, True):
+        theirs, seen = trained(replace(tables), multi)
+        assert not updates
+        mine, also_seen = trained(by_loops(replace(tables)), multi)
+        assert updates == [len(FEATURES) + 1] * 12, "with the table that is the padding"
+        updates.clear()
+        assert difference(dump(mine), dump(theirs)) <= (0 if optimizer == "sgd" else 1e-6)
+        torch.testing.assert_close(also_seen, seen, rtol=1e-5, atol=1e-6)
+
+
+def test_lookups_have_the_bits_of_fbgemm() -> None:
+    collection = ResidentCollection(by_loops(table_set()), CPU)
+    for sparse in stream(2, True):
+        mine = collection.lookup(sparse).detach()
+        collection.tables.kernel.faster = None
+        assert torch.equal(mine, collection.lookup(sparse))
+        collection.tables.kernel.faster = lambda lookups: True
+
+
+@pytest.mark.parametrize("kind", [SUMS, SEQUENCES], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_features_that_share_a_table_make_one_step(kind: Kind, optimizer: str, updates) -> None:
+    made = ResidentCollection(by_loops(kind.tables(optimizer)), CPU)
+    train_on(made, kind, batches())
+    assert len(updates) == BATCHES
+    assert difference(dump(made), expected(kind, optimizer)) <= TOLERANCE[optimizer]
+
+
+def test_a_lookup_that_is_not_added_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the comparisons."""
+    right = loop_tables.update_rows
+
+    def without_a_table(*arguments) -> None:
+        right(*arguments[:-2], 1, arguments[-1])
+
+    monkeypatch.setattr(loop_tables, "update_rows", without_a_table)
+    made = ResidentCollection(by_loops(SUMS.tables("sgd")), CPU, padded=False)
+    train_on(made, SUMS, batches())
+    assert difference(dump(made), expected(SUMS, "sgd")) > 1e-3
+
+
+@pytest.mark.parametrize("policy", ["lru", "hot", "nocache"])
+def test_rows_in_tiers_are_trained_to_the_same_bits(tmp_path: Path, policy: str, updates) -> None:
+    whole, tables = trained(by_loops(table_set()), True)[0], by_loops(table_set())
+    updates.clear()
+    moving = tiers(tables, policy, tmp_path)
+    samples.train_ahead(moving, stream(12, True))
+    assert identical(dump(moving), dump(whole))
+    assert updates
+    moving.close()
+
+
+def test_weighted_ids_and_other_rows_are_left_to_fbgemm(updates) -> None:
+    made = ResidentCollection(by_loops(WEIGHTED.tables("sgd")), CPU)
+    train_on(made, WEIGHTED, batches())
+    assert difference(dump(made), expected(WEIGHTED, "sgd")) <= TOLERANCE["sgd"]
+    halves = ResidentCollection(replace(table_set(), storage=DataType.FP16), CPU)
+    assert not updates
+    assert not any(isinstance(tbe, LoopTables) for tbe in halves.tbes)
+
+
+def test_a_rate_that_is_set_anew_counts_from_then_on(updates) -> None:
+    made = ResidentCollection(by_loops(table_set("sgd")), CPU)
+    before = dump(made)
+    made.tbes[0].set_learning_rate(0.0)
+    train(made, stream(2, True))
+    assert updates
+    assert identical(dump(made), before)
+
+
+def test_a_table_of_which_nothing_is_looked_up() -> None:
+    sparse = stream(1, True)[0]
+    lengths = sparse.lengths().view(len(FEATURES), -1).clone()
+    lengths[1] = 0
+    kept = torch.repeat_interleave(lengths.flatten() > 0, sparse.lengths())
+    made = ResidentCollection(by_loops(table_set()), CPU)
+    before = dump(made)
+    cut = type(sparse)(sparse.keys(), sparse.values()[kept], lengths=lengths.flatten())
+    made.lookup(cut).sum().backward()
+    after = dump(made)
+    same = [np.array_equal(before[f.name], after[f.name]) for f in FEATURES]
+    assert same == [False, True, False]
+
+
+def test_many_lookups_of_few_rows() -> None:
+    """Chains of hundreds of them, in the order of samples."""
+    few = (SparseFeature("few", 3), SparseFeature("one", 1))
+    tables, rng, dumps = (
+        TableSet.one_each(few, 16, TableOptimizer("adagrad", 0.1), 3),
+        np.random.default_rng(0),
+        [],
+    )
+    ids = torch.from_numpy(np.concatenate((rng.integers(0, 3, 500), np.zeros(500, np.int64))))
+    gradient = torch.randn(500, 32)
+    for own in (tables, by_loops(replace(tables))):
+        made = ResidentCollection(own, CPU, padded=False)
+        (tbe,) = made.tbes
+        tbe(ids, torch.arange(1001)).backward(gradient)
+        dumps.append(dump(made))
+    assert max(np.abs(dumps[0][name] - dumps[1][name]).max() for name in dumps[0]) < 1e-3
+    relative = [np.abs(dumps[0][name] / dumps[1][name] - 1).max() for name in dumps[0]]
+    assert max(relative) < 1e-5
