@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from recpipe.backend.dense import differentiable, plain_interaction
 from recpipe.common.loops import compiled, has_wide_registers, shared_spread
 from recpipe.common.timing import phase
-from recpipe.common.vectors import BLOCK, LANES, fma, load, splat, spread, store, transpose
+from recpipe.common.vectors import BLOCK, LANES, fma, load, mul, splat, spread, store, transpose
 
 Floats = NDArray[np.float32]
 TILE = 4
@@ -71,7 +71,7 @@ def _gradients(
     to_rows = wide[:, room:]
     given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
     made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim)
-    _by_threads(partial(differentiate_pairs, *given, *made), batch)
+    _by_threads(partial(differentiate_pairs, *given, *made, has_wide_registers()), batch)
     return to_dense, to_rows.unflatten(1, (features, dim))
 
 
@@ -192,13 +192,17 @@ def differentiate_pairs(
     to_rows_apart: int,
     count: int,
     dim: int,
+    wide_registers: bool,
     low: int,
     high: int,
 ) -> None:
     """The gradients of the dense vectors (from all their places) and of the other ``count`` - 1 of samples
-    [low, high): those of ``multiply_pairs`` with ``gradient`` [B * W]."""
+    [low, high): those of ``multiply_pairs`` with ``gradient`` [B * W]. ``wide_registers`` as there."""
     deep, width = -(-dim // LANES) * LANES, dim + count * (count - 1) // 2
     own, found = np.zeros(count * deep, np.float32), np.empty(count * deep, np.float32)
+    # Whole vectors are written where they are wanted, others with what is behind them.
+    whole = deep == dim
+    others = to_rows if whole else found
     # Where the product of vectors i < j is: starts[i] + j.
     starts = np.empty(count, np.int64)
     for i in range(count):
@@ -210,38 +214,72 @@ def differentiate_pairs(
             i = min(tile, count - TILE)
             g0, g1 = base + starts[i], base + starts[i + 1]
             g2, g3 = base + starts[i + 2], base + starts[i + 3]
-            for d in range(0, deep, LANES):
-                p0, p1, p2, p3 = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
-                for j in range(i):
-                    x, g = load(own, j * deep + d), base + starts[j] + i
-                    p0, p1 = fma(spread(gradient, g), x, p0), fma(spread(gradient, g + 1), x, p1)
-                    p2, p3 = fma(spread(gradient, g + 2), x, p2), fma(spread(gradient, g + 3), x, p3)
-                x0, x1 = load(own, i * deep + d), load(own, (i + 1) * deep + d)
-                x2, x3 = load(own, (i + 2) * deep + d), load(own, (i + 3) * deep + d)
-                s01, s02 = spread(gradient, g0 + i + 1), spread(gradient, g0 + i + 2)
-                s03, s12 = spread(gradient, g0 + i + 3), spread(gradient, g1 + i + 2)
-                s13, s23 = spread(gradient, g1 + i + 3), spread(gradient, g2 + i + 3)
-                p0 = fma(s03, x3, fma(s02, x2, fma(s01, x1, p0)))
-                p1 = fma(s13, x3, fma(s12, x2, fma(s01, x0, p1)))
-                p2 = fma(s23, x3, fma(s12, x1, fma(s02, x0, p2)))
-                p3 = fma(s23, x2, fma(s13, x1, fma(s03, x0, p3)))
-                for j in range(i + TILE, count):
-                    x = load(own, j * deep + d)
-                    p0, p1 = fma(spread(gradient, g0 + j), x, p0), fma(spread(gradient, g1 + j), x, p1)
-                    p2, p3 = fma(spread(gradient, g2 + j), x, p2), fma(spread(gradient, g3 + j), x, p3)
-                store(found, i * deep + d, p0)
-                store(found, (i + 1) * deep + d, p1)
-                store(found, (i + 2) * deep + d, p2)
-                store(found, (i + 3) * deep + d, p3)
+            s01, s02 = spread(gradient, g0 + i + 1), spread(gradient, g0 + i + 2)
+            s03, s12 = spread(gradient, g0 + i + 3), spread(gradient, g1 + i + 2)
+            s13, s23 = spread(gradient, g1 + i + 3), spread(gradient, g2 + i + 3)
+            d = 0
+            while d < deep:
+                to = b * to_rows_apart + (i - 1) * dim + d if whole else i * deep + d
+                own_at, twice = i * deep + d, wide_registers and d + 2 * LANES <= deep
+                x0, x1 = load(own, own_at), load(own, own_at + deep)
+                x2, x3 = load(own, own_at + 2 * deep), load(own, own_at + 3 * deep)
+                p0 = fma(s03, x3, fma(s02, x2, mul(s01, x1)))
+                p1 = fma(s13, x3, fma(s12, x2, mul(s01, x0)))
+                p2 = fma(s23, x3, fma(s12, x1, mul(s02, x0)))
+                p3 = fma(s23, x2, fma(s13, x1, mul(s03, x0)))
+                if twice:
+                    x0, x1 = load(own, own_at + LANES), load(own, own_at + deep + LANES)
+                    x2, x3 = load(own, own_at + 2 * deep + LANES), load(own, own_at + 3 * deep + LANES)
+                    q0 = fma(s03, x3, fma(s02, x2, mul(s01, x1)))
+                    q1 = fma(s13, x3, fma(s12, x2, mul(s01, x0)))
+                    q2 = fma(s23, x3, fma(s12, x1, mul(s02, x0)))
+                    q3 = fma(s23, x2, fma(s13, x1, mul(s03, x0)))
+                    for j in range(i):
+                        g, x, y = (
+                            base + starts[j] + i,
+                            load(own, j * deep + d),
+                            load(own, j * deep + d + LANES),
+                        )
+                        t0, t1 = spread(gradient, g), spread(gradient, g + 1)
+                        t2, t3 = spread(gradient, g + 2), spread(gradient, g + 3)
+                        p0, p1, p2, p3 = fma(t0, x, p0), fma(t1, x, p1), fma(t2, x, p2), fma(t3, x, p3)
+                        q0, q1, q2, q3 = fma(t0, y, q0), fma(t1, y, q1), fma(t2, y, q2), fma(t3, y, q3)
+                    for j in range(i + TILE, count):
+                        x, y = load(own, j * deep + d), load(own, j * deep + d + LANES)
+                        t0, t1 = spread(gradient, g0 + j), spread(gradient, g1 + j)
+                        t2, t3 = spread(gradient, g2 + j), spread(gradient, g3 + j)
+                        p0, p1, p2, p3 = fma(t0, x, p0), fma(t1, x, p1), fma(t2, x, p2), fma(t3, x, p3)
+                        q0, q1, q2, q3 = fma(t0, y, q0), fma(t1, y, q1), fma(t2, y, q2), fma(t3, y, q3)
+                    if i == 0 or not whole:
+                        store(found, own_at + LANES, q0)
+                    else:
+                        store(to_rows, to + LANES, q0)
+                    store(others, to + deep + LANES, q1)
+                    store(others, to + 2 * deep + LANES, q2)
+                    store(others, to + 3 * deep + LANES, q3)
+                else:
+                    for j in range(i):
+                        g, x = base + starts[j] + i, load(own, j * deep + d)
+                        p0, p1 = fma(spread(gradient, g), x, p0), fma(spread(gradient, g + 1), x, p1)
+                        p2, p3 = fma(spread(gradient, g + 2), x, p2), fma(spread(gradient, g + 3), x, p3)
+                    for j in range(i + TILE, count):
+                        x = load(own, j * deep + d)
+                        p0, p1 = fma(spread(gradient, g0 + j), x, p0), fma(spread(gradient, g1 + j), x, p1)
+                        p2, p3 = fma(spread(gradient, g2 + j), x, p2), fma(spread(gradient, g3 + j), x, p3)
+                if i == 0 or not whole:
+                    store(found, own_at, p0)
+                else:
+                    store(to_rows, to, p0)
+                store(others, to + deep, p1)
+                store(others, to + 2 * deep, p2)
+                store(others, to + 3 * deep, p3)
+                d += 2 * LANES if twice else LANES
         for d in range(dim):
             to_dense[b * dim + d] = found[d] + gradient[b * width + d]
-        whole = dim // LANES * LANES
-        for k in range(1, count):
-            at = b * to_rows_apart + (k - 1) * dim
-            for d in range(0, whole, LANES):
-                store(to_rows, at + d, load(found, k * deep + d))
-            for d in range(whole, dim):
-                to_rows[at + d] = found[k * deep + d]
+        if not whole:
+            for k in range(1, count):
+                for d in range(dim):
+                    to_rows[b * to_rows_apart + (k - 1) * dim + d] = found[k * deep + d]
 
 
 def _take(

@@ -60,7 +60,8 @@ def update_rows(
     while slots < 2 * most:
         slots *= 2
     places = np.empty(slots, np.int32)
-    rows, heads, tails = np.empty(most + AHEAD, np.int64), np.empty(most, np.int32), np.empty(most, np.int32)
+    rows, heads = np.empty(most + AHEAD, np.int64), np.empty(most + AHEAD, np.int32)
+    tails = np.empty(most, np.int32)
     sources, after = np.empty(most, np.int64), np.empty(most, np.int32)
     first = low
     while first < high:
@@ -93,14 +94,17 @@ def update_rows(
                         tails[place] = at
                     at += 1
         if count > 0:
-            rows[count : count + AHEAD] = rows[count - 1]
+            rows[count : count + AHEAD], heads[count : count + AHEAD] = rows[count - 1], heads[count - 1]
         base, begin = bases[first], states[first]
         for k in range(count):
-            prefetch(weights, base + rows[k + AHEAD] * dim)
+            ahead, source = rows[k + AHEAD] * dim, sources[heads[k + AHEAD]]
+            for d in range(0, dim, LANES):
+                prefetch(weights, base + ahead + d)
+                prefetch(gradient, source + d)
+                if kind == ADAGRAD:
+                    prefetch(state, begin + ahead + d)
             if kind == ROWWISE_ADAGRAD:
                 prefetch(state, begin + rows[k + AHEAD])
-            elif kind == ADAGRAD:
-                prefetch(state, begin + rows[k + AHEAD] * dim)
             own, moments, head = base + rows[k] * dim, begin + rows[k] * dim, heads[k]
             squares, rest = splat(0.0), np.float32(0)
             for d in range(0, whole, LANES):

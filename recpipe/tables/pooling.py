@@ -9,9 +9,9 @@ from recpipe.common.instructions import prefetch
 from recpipe.common.loops import compiled
 from recpipe.common.vectors import LANES, add, load, splat, store
 
-AHEAD = 16
+AHEAD = 48
 """So many ids before a row is added the processor is asked for it."""
-SAMPLES = 64
+SAMPLES = 2048
 """Samples of which all features are looked up before others': what is written of them stays in a cache."""
 
 
@@ -32,26 +32,23 @@ def pool_rows(
     ``weights``: all tables', one after the other; that of feature f begins at ``bases[f]``. ``indices`` int64
     [L] and ``offsets`` int64 [F * B + 1] are FBGEMM's: feature by feature.
     """
-    features, last = len(bases), len(indices) - 1
+    features = len(bases)
     samples, width, whole = (len(offsets) - 1) // features, features * dim, dim // LANES * LANES
     for start in range(low, high, SAMPLES):
         end = min(start + SAMPLES, high)
         for feature in range(features):
             base, bag = bases[feature], feature * samples
+            fetched, rest = offsets[bag + start], offsets[bag + high]
             for sample in range(start, end):
                 begin, stop = offsets[bag + sample], offsets[bag + sample + 1]
                 at = sample * width + feature * dim
-                if stop == begin + 1:
-                    row = base + indices[begin] * dim
-                    for d in range(0, whole, LANES):
-                        store(out, at + d, load(weights, row + d))
-                    for d in range(whole, dim):
-                        out[at + d] = weights[row + d]
-                    continue
+                while fetched < min(stop + AHEAD, rest):
+                    for d in range(0, dim, LANES):
+                        prefetch(weights, base + indices[fetched] * dim + d)
+                    fetched += 1
                 for d in range(0, whole, LANES):
                     sums = splat(0.0)
                     for lookup in range(begin, stop):
-                        prefetch(weights, base + indices[min(lookup + AHEAD, last)] * dim + d)
                         sums = add(sums, load(weights, base + indices[lookup] * dim + d))
                     store(out, at + d, sums)
                 for d in range(whole, dim):

@@ -56,7 +56,7 @@ def test_rows_are_those_of_fbgemm(monkeypatch: pytest.MonkeyPatch, optimizer: st
         mine, also_seen = trained(by_loops(replace(tables)), multi)
         assert updates == [len(FEATURES) + 1] * 12, "with the table that is the padding"
         updates.clear()
-        assert difference(dump(mine), dump(theirs)) <= (0 if optimizer == "sgd" else 1e-6)
+        assert difference(dump(mine), dump(theirs)) <= (0 if (optimizer, dim) == ("sgd", 16) else 1e-6)
         torch.testing.assert_close(also_seen, seen, rtol=1e-5, atol=1e-6)
 
 
