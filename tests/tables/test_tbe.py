@@ -28,6 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, device: torch.device, **optimizer: An
         return Mock()
 
     monkeypatch.setattr(collection, "SplitTableBatchedEmbeddingBagsCodegen", made)
+    monkeypatch.setattr(collection, "LoopTables", lambda tables, features_of, **named: made(**named))
     tables = table_set()
     tables = replace(tables, optimizer=replace(tables.optimizer, **optimizer))
     fused_tbe(tables, [10], [0], device, pooled=True)
