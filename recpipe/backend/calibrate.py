@@ -21,13 +21,15 @@ from recpipe import private_api
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices, Notebook
 from recpipe.backend.convert import convert
-from recpipe.backend.pairs import takes
+from recpipe.backend.pairs import differentiate_pairs, multiply_pairs, takes
 from recpipe.backend.table_kernels import TableStep
 from recpipe.common.console import log
 from recpipe.common.device import using_threads
-from recpipe.common.loops import can_compile
+from recpipe.common.loops import can_compile, load
 from recpipe.common.meter import Meter
 from recpipe.common.timing import median_seconds
+from recpipe.tables.fused_update import update_rows
+from recpipe.tables.pooling import pool_rows
 from recpipe.tables.resident import FEW_BYTES
 
 SMALLEST = 16
@@ -43,6 +45,8 @@ BUDGET_SECONDS = 20.0
 BUDGET_BYTES = 2**30
 """A part is measured with as many samples as it needs so many bytes for; the largest such size stands for
 larger ones."""
+OF_LOOPS = ("dot ", "tables ")
+"""The kinds of parts that recpipe's own loops compute."""
 MARGIN = 1.02
 """A part is converted if it is so many times faster; smaller differences could be noise."""
 
@@ -59,7 +63,7 @@ def calibrated(
     change.
     """
     notebook = Notebook(folder)
-    wanted = sorted(parts(model) | set(tables), key=lambda part: (not part.startswith("linear "), part))
+    wanted = sorted(parts(model) | set(tables), key=_turn)
     all_of = [
         (count, part, size)
         for count in sorted(set(threads))
@@ -69,6 +73,8 @@ def calibrated(
     ]
     lacking = [each for each in all_of if not notebook.knows(each[1], each[0], each[2])]
     found: Choices = {part: {str(count): {} for count in threads} for part in wanted}
+    if any(part.startswith(OF_LOOPS) for _, part, _ in lacking) and can_compile():
+        load(multiply_pairs, differentiate_pairs, pool_rows, update_rows)  # which is no measurement
     begun, left = perf_counter(), len(lacking)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), Meter() as meter:
         for count, part, size in all_of:
@@ -85,6 +91,11 @@ def calibrated(
     if left:
         log.info("%d of %d kernels are not measured yet; the next run goes on", left, len(lacking))
     return found
+
+
+def _turn(part: str) -> tuple[bool, bool, str]:
+    """When a part is measured: layers before the chains they are in, what loops may compute in between."""
+    return not part.startswith("linear "), not part.startswith(OF_LOOPS), part
 
 
 def footprint(part: str, samples: int) -> int:
@@ -156,7 +167,6 @@ def measure(part: str, samples: int, choices: Choices) -> str:
         ways[way] = copy.deepcopy(plain)
         convert(ways[way], {**choices, part: {str(torch.get_num_threads()): {str(samples): way}}})
     steps_of = [partial(_step, module, inputs_of) for module in ways.values()]
-    steps_of[-1]()  # its loops are compiled, which is not measured
     before, *after = median_seconds(steps_of, ROUNDS, LEAST_SECONDS, most=MOST_SECONDS)
     seconds, best = min(zip(after, list(ways)[1:], strict=True))
     return best if seconds * MARGIN < before else "plain"
@@ -168,7 +178,6 @@ def _measure_tables(numbers: str, samples: int) -> str:
     sizes, optimizer = numbers.split(" ")
     features, dim = map(int, sizes.split("x"))
     step = TableStep(features, dim, optimizer, samples)
-    step(by_loops=True)  # they are compiled, which is not measured
     fbgemm, loops = median_seconds(
         [partial(step, False), partial(step, True)], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
     )

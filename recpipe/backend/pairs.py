@@ -72,7 +72,7 @@ def _gradients(
     given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
     made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim)
     _by_threads(partial(differentiate_pairs, *given, *made, has_wide_registers()), batch)
-    return to_dense, to_rows.unflatten(1, (features, dim))
+    return to_dense, to_rows.view(batch, features, dim)
 
 
 class _Pairs(torch.autograd.Function):

@@ -87,6 +87,12 @@ def has_wide_registers() -> bool:
     return "+avx512f" in features
 
 
+def load(*loops: Callable[..., Any]) -> None:
+    """Load the machine code of these ``compiled`` loops, or make it."""
+    for loop in loops:
+        cast(_Loop, loop).load()
+
+
 class _Loop:
     def __init__(self, loop: Callable[..., Any]) -> None:
         self.loop = loop

@@ -88,18 +88,20 @@ def vectors() -> dict[Any, Any]:
     number, real = ir.IntType(32), ir.FloatType()
     lanes, row = ir.VectorType(real, LANES), ir.VectorType(real, BLOCK)
 
-    class Vector(Type):  # type: ignore[misc]
+    class Vector(Type):
         def __init__(self) -> None:
             super().__init__(f"{LANES} float32")
 
     @register_model(Vector)
-    class _(models.PrimitiveModel):  # type: ignore[misc]
+    class _(models.PrimitiveModel):
         def __init__(self, manager: Any, kind: Any) -> None:
-            super().__init__(manager, kind, lanes)
+            super().__init__(manager, kind, lanes)  # type: ignore[no-untyped-call]
 
     vector = Vector()
 
-    def place(context: Any, builder: Any, kind: Any, array: Any, index: Any, of: Any) -> Any:
+    def place(context: Any, builder: Any, kind: Any, element: Any, of: Any) -> Any:
+        """Where an ``element``, an array and an index, is, as that of an ``of``."""
+        array, index = element
         made = context.make_array(kind)(context, builder, array)
         return builder.bitcast(builder.gep(made.data, [index]), of.as_pointer())
 
@@ -116,10 +118,10 @@ def vectors() -> dict[Any, Any]:
         return builder.call(known, given)
 
     def read(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load(place(context, builder, signature.args[0], *given, lanes), align=4)
+        return builder.load(place(context, builder, signature.args[0], given, lanes), align=4)
 
     def write(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        where = place(context, builder, signature.args[0], *given[:2], lanes)
+        where = place(context, builder, signature.args[0], given[:2], lanes)
         builder.store(given[2], where, align=4)
         return context.get_dummy_value()
 
@@ -127,7 +129,7 @@ def vectors() -> dict[Any, Any]:
         return in_each(builder, given[0])
 
     def read_one(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return in_each(builder, builder.load(place(context, builder, signature.args[0], *given, real)))
+        return in_each(builder, builder.load(place(context, builder, signature.args[0], given, real)))
 
     def multiply_add(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return called(builder, f"llvm.fma.v{LANES}f32", *given)
@@ -148,7 +150,7 @@ def vectors() -> dict[Any, Any]:
 
         def where(kind: Any, array: Any, start: Any, step: Any, count: int) -> Any:
             index = builder.add(start, builder.mul(step, ir.Constant(step.type, count)))
-            return place(context, builder, kind, array, index, row)
+            return place(context, builder, kind, (array, index), row)
 
         kinds = signature.args
         rows = [builder.load(where(kinds[0], source, at, apart, r), align=4) for r in range(BLOCK)]
