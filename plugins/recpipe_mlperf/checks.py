@@ -228,6 +228,8 @@ class Submission:
         """The logs of a ``row`` of the run in ``run``, None: its only one; ``UserError`` if there are
         none."""
         file = run / "time_to_quality.json"
+        if not file.is_file():
+            raise UserError(f"{run} is no run of task=time_to_quality: there is no {file.name} in it")
         try:
             told = json.loads(file.read_text(encoding="utf-8"))
             rows = {each["name"]: each.get("mlperf") for each in told["rows"]}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from recpipe.common.files import unwritable
-from recpipe.common.validation import no_value
 from recpipe.errors import UserError, shown
 from recpipe_mlperf.benchmarks import PRECISIONS
 from recpipe_mlperf.checks import Logged, Submission, quietly
@@ -42,7 +41,7 @@ def rcp(words: Sequence[str]) -> int:
     row = options.get("row")
     if verb == "make":
         if "output" not in options:
-            raise no_value("output")
+            raise UserError("recpipe rcp make writes a reference: say where, output=FILE")
         return _make([Submission.of(run, row) for run in runs], Path(options["output"]).expanduser())
     if len(runs) > 1:
         raise UserError(f"recpipe rcp check takes one run, not {len(runs)}")

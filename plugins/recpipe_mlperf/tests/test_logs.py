@@ -247,8 +247,10 @@ def test_refused(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "\n" not in str(told.value)
 
     says("say recpipe rcp make RUN", "tell", str(ten))
-    says("output has no value", "make", str(ten))
+    says("say where, output=FILE", "make", str(ten))
     says("recpipe rcp check takes rcps and row, not 'rcp'", "check", str(ten), "rcp=x")
+    says("is no run of task=time_to_quality: there is no time_to_quality.json", "check", str(tmp_path))
+    (tmp_path / "time_to_quality.json").write_text("{")
     says("time_to_quality.json: not what task=time_to_quality leaves", "check", str(tmp_path))
     says("rcps=", "check", str(ten), f"rcps={tmp_path / 'none.json'}")
     says("has no row 'x'; there are recipe", "check", str(ten), "row=x")
