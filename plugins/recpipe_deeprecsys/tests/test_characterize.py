@@ -27,6 +27,10 @@ QUICK = (
 SMALL = (*QUICK, "data=synthetic", "data.tables={a: 50, b: 400}", "model.bottom=[8]", "model.top=[8]")
 
 
+OTHERS = 0.1
+"""The share of the cores that other programs may take where roofs are judged."""
+
+
 class Machine:
     """One that does not exist, and is not slow."""
 
@@ -90,7 +94,8 @@ def test_shares_have_the_papers_order(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.soak
 def test_measured_shares_have_the_papers_order_and_nothing_is_above_its_roof(tmp_path: Path) -> None:
     """The whole tables, and this machine as it is: nothing is faster than its limits by more than 5%, though
-    they may have been measured anew for that."""
+    they may have been measured anew for that. Limits that were measured while other programs took the cores
+    are too low, which is told, and say nothing."""
     names = ("rmc2", "rmc1", "rmc3")
     recipes = ", ".join(f'"experiment={name}"' for name in names)
     words = ["task=characterize", "data.samples=20000", f"characterize.recipes=[{recipes}]"]
@@ -101,7 +106,11 @@ def test_measured_shares_have_the_papers_order_and_nothing_is_above_its_roof(tmp
         lookups, layers = ([own[name]["share_of_operators"] for own in classes] for name in (LOOKUP, FC))
         assert lookups == sorted(lookups, reverse=True)
         assert layers == sorted(layers)
-        assert not any(model["batches"][place]["above"] for model in found)
+    alone = [model for model in found if (model["others_cpu_share"] or 0.0) < OTHERS]
+    quiet = [model for model in alone if not model["disturbed"]]
+    assert not any(batch["above"] for model in quiet for batch in model["batches"])
+    if not quiet:
+        pytest.skip("shares are in order; roofs are not judged: other programs took the cores")
 
 
 def test_recipes_beside_each_other_are_run_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
