@@ -45,37 +45,28 @@ def is_good(outcome: Outcome, load: Load) -> bool:
     return outcome.valid and outcome.latency_ms[load.percentile] <= load.bound_ms and kept_up
 
 
-def repeated(run: Run, good: Callable[[Outcome], bool]) -> Run:
-    """``run``, made ``AGAIN`` times at most until it is good."""
-
-    def again(rate: float) -> Outcome:
-        outcome = run(rate)
-        for _ in range(AGAIN - 1):
-            if not good(outcome):
-                outcome = run(rate)
-        return outcome
-
-    return again
-
-
 def bisected(
     run: Run,
     first: float,
     good: Callable[[Outcome], bool],
     tolerance: float,
-    up: float = UP,
-    down: float = DOWN,
+    near: bool = False,
     least: float = 0.0,
-    known: float = 0.0,
 ) -> list[Outcome]:
     """Runs, from the rate ``first`` on, until a good and a bad rate differ by at most ``tolerance``, relative
-    to the good one. Where no rate is good, down to the rate ``least``, and ``MOST`` runs. ``known``: a
-    smaller rate that is good; 0: none is known."""
+    to the good one. Where no rate is good, down to the rate ``least``, and ``MOST`` runs. ``near``: whether
+    the largest good rate is about the first one. A rate that may be good by all that is known is bad once
+    ``AGAIN`` runs are, of which the last is told."""
     tried: list[Outcome] = []
-    low, high, rate = known, float("inf"), first
+    low, high, rate = 0.0, float("inf"), first
+    up, down = NEAR if near else (UP, DOWN)
     while low or (len(tried) < MOST and (rate >= least or not tried)):
-        tried.append(run(rate))
-        if good(tried[-1]):
+        outcome = run(rate)
+        for _ in range(AGAIN - 1 if low or near else 0):
+            if not good(outcome):
+                outcome = run(rate)
+        tried.append(outcome)
+        if good(outcome):
             low = max(low, rate)
         else:
             high = min(high, rate)
@@ -109,14 +100,8 @@ def measured(
     def good(outcome: Outcome) -> bool:
         return is_good(outcome, load)
 
-    found = bisected(
-        repeated(lambda rate: run(SERVER, rate), good),
-        near or BEGIN * offline.completed,
-        good,
-        tolerance,
-        *((UP, DOWN) if near is None else NEAR),
-        least=LEAST * offline.completed,
-    )
+    first, least = near or BEGIN * offline.completed, LEAST * offline.completed
+    found = bisected(lambda rate: run(SERVER, rate), first, good, tolerance, near is not None, least)
     best = max(filter(good, found), key=lambda outcome: outcome.rate or 0.0, default=None)
     return Bounded(single, offline, tuple(found), best, none_valid(found, load) if best is None else None)
 

@@ -149,8 +149,7 @@ def set_up(
 
 def batching_of(options: BenchOptions) -> Batching:
     """The one that the options say."""
-    spread = (options.workers, options.share, options.threads)
-    return Batching(options.batch, options.wait_ms, options.merge, *spread)
+    return Batching(options.batch, options.wait_ms, options.merge, options.workers, options.threads)
 
 
 def measure(package: Path, options: BenchOptions, rows: Sequence[str], directory: Path) -> dict[str, Any]:

@@ -53,9 +53,6 @@ class BenchOptions:
     """Milliseconds that a batch which is not full waits for more."""
     merge: bool = True
     """Whether parts of several requests are put together; false: a batch is a part of one request."""
-    share: bool = True
-    """Whether what waits is shared out where several processes are free, so that a request that comes alone
-    is scored by all of them."""
     search: bool = False
     """Whether ``batch``, ``wait_ms`` and ``workers`` are searched for from these on. What is measured first
     are two batchings that are not searched: parts as DeepRecSys's baseline has them, and every request cut

@@ -21,8 +21,6 @@ from recpipe.errors import UserError
 from recpipe_deeprecsys.requests import Candidates, Range
 from recpipe_deeprecsys.scoring import Job, packed, work
 
-SHARED = 16
-"""Candidates of the smallest parts that a request is cut into because processes are free."""
 STOP = 10.0
 """Seconds that a process may take to end."""
 
@@ -35,7 +33,6 @@ class Batching:
     wait_ms: float = 0.0
     merge: bool = True
     workers: int = 1
-    share: bool = False
     threads: int = 1
 
 
@@ -94,13 +91,11 @@ class Queue:
             return 0.0
         return self.parts[0].since + self.batching.wait_ms / 1e3 - now
 
-    def take(self, free: int = 1) -> list[_Part]:
-        """The next batch, where so many processes are ``free``: a part of one request, or several whole ones.
+    def take(self) -> list[_Part]:
+        """The next batch: a part of one request, or several whole ones.
 
         A request is cut into as few parts as there can be, none of them more than one longer than another."""
         most = self.batching.batch
-        if self.batching.share and free > 1:
-            most = min(most, max(SHARED, -(-self.size // free)))
         first = self.parts.popleft()
         low, high = first.range
         size = -(-first.size // -(-first.size // most))
@@ -176,12 +171,11 @@ class Engine:
         """Give batches to the processes that are free; returns in how many seconds to look again, if so."""
         own = self.workers[: self._queue.batching.workers]
         for given in range(1 + self.ahead):
-            free = [worker for worker in own if len(worker.batches) == given]
-            for number, worker in enumerate(free):
+            for worker in (each for each in own if len(each.batches) == given):
                 due = self._queue.due(monotonic())
                 if due is None or due > 0:
                     return due
-                batch = self._queue.take(len(free) - number)
+                batch = self._queue.take()
                 worker.batches.append(batch)
                 with suppress(OSError):  # it has died, which its end of the connection says
                     worker.connection.send_bytes(packed([part.range for part in batch]))

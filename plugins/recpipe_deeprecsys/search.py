@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recpipe_deeprecsys.bounded import NEAR, bisected, is_good, repeated
+from recpipe_deeprecsys.bounded import bisected, is_good
 from recpipe_deeprecsys.engine import Batching
 from recpipe_deeprecsys.load import SERVER, Load, Outcome, Target
 
@@ -115,14 +115,11 @@ def measuring(
             say(outcome)
             return outcome
 
-        again = repeated(run, good)
-        if not floor:
-            found = bisected(again, first, good, tolerance)
-        else:
+        if floor:
             begin = floor * (1 + tolerance)
-            found = [again(begin)]
-            if good(found[0]):
-                found += bisected(again, begin * NEAR[0], good, tolerance, *NEAR, known=begin)
+            found = bisected(run, begin, good, tolerance, near=True, least=begin)
+        else:
+            found = bisected(run, first, good, tolerance)
         return max((outcome.rate or 0.0 for outcome in found if good(outcome)), default=None)
 
     return measure

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from recpipe_deeprecsys import command, load
-from recpipe_deeprecsys.bounded import bisected, is_good, measured, repeated
+from recpipe_deeprecsys.bounded import bisected, is_good, measured
 from recpipe_deeprecsys.characterize import task
 from recpipe_deeprecsys.command import bench
 from recpipe_deeprecsys.engine import Batching, Engine, Worker
@@ -168,10 +168,16 @@ def test_a_rate_is_bad_once_all_runs_of_it_are() -> None:
         runs.append(rate)
         return outcome(rate, rate <= 100 and len(runs) != 1)
 
-    tried = bisected(repeated(disturbed, lambda o: o.valid), 90.0, lambda o: o.valid, 0.05, 1.2, 0.8)
+    tried = bisected(disturbed, 90.0, lambda o: o.valid, 0.05, near=True)
     assert runs[:2] == [90.0, 90.0]
     assert max(one.rate or 0 for one in tried if one.valid) >= 100 / 1.05
-    assert not bisected(disturbed, 200.0, lambda o: o.valid, 0.05, known=150.0)[-1].valid
+    runs[:] = [0.0]
+    above = bisected(disturbed, 110.0, lambda o: o.valid, 0.05, near=True, least=110.0)
+    assert [one.valid for one in above] == [False]
+    assert runs[1:] == [110.0, 110.0]
+    runs[:] = [0.0]
+    bisected(disturbed, 300.0, lambda o: o.valid, 0.5)
+    assert runs[1:4] == [300.0, 180.0, 108.0]  # one run is enough where no rate is good yet
 
 
 def test_a_bound_below_one_service_time_is_said(slow: OneAfterTheOther) -> None:

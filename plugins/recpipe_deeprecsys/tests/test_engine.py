@@ -41,22 +41,6 @@ def test_what_waits_is_put_together_up_to_the_batch() -> None:
     assert taken(queue) == [[60, 30], [20], [84], [83], [83]]
 
 
-def test_what_waits_is_shared_among_the_processes_that_are_free() -> None:
-    def first(free: int, *sizes: int, share: bool = True, batch: int = 512) -> list[int]:
-        queue = Queue(Batching(batch, share=share))
-        for size in sizes:
-            queue.put((0, size), nothing, 0.0)
-        return [part.size for part in queue.take(free)]
-
-    assert first(2, 165) == [83]
-    assert first(2, 165, share=False) == [165]
-    assert first(1, 165, 100) == [165, 100]
-    assert first(2, 100, 100, 100) == [100]
-    assert first(2, 50, 50, 50, 50) == [50, 50]
-    assert first(3, 300, batch=64) == [60]
-    assert first(8, 40) == [14]  # parts of 16 at most, and as equal as they can be
-
-
 def test_without_merging_a_batch_is_a_part_of_one_request() -> None:
     queue = Queue(Batching(100, merge=False))
     for size in (60, 30, 150):
