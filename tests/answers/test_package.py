@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
@@ -848,3 +849,72 @@ def test_workers_answer_a_hundred_thousand_damaged_requests_and_none_starts_agai
         assert server.ended().returncode == 0
     finally:
         server.kill()
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_a_repository_of_packages_is_served_and_changes_while_it_answers(
+    packed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
+    repository = tmp_path / "models"
+    first, second = repository / "ctr" / "1", repository / "ctr" / "2"
+    shutil.copytree(packed, first)
+    other = with_other_tables(packed, tmp_path / "other.recpipe")
+    server = Child(tmp_path / "server", "serve", str(repository), "port=0", "model_control=true")
+    try:
+        found = re.search(r"serving 'models' at (http\S+/v2/models); golden", server.until("golden"))
+        assert found is not None
+        with Clients(f"{found[1]}/ctr", [score.Scorer(packed), score.Scorer(other)]).asking() as clients:
+            while not clients.by[0]:
+                time.sleep(0.02)
+            other.rename(second)
+            server.send(signal.SIGHUP)
+            server.until(r"now serving package ctr \(2\)")
+            while not clients.by[1]:
+                time.sleep(0.02)
+            (repository / "ctr" / "routes.yaml").write_text("version: 7")
+            server.send(signal.SIGHUP)
+            server.until("version 7 is not there; there are 1, 2")
+        (repository / "ctr" / "routes.yaml").write_text("version: 2\nshadow: {version: 1, share: 1}")
+        control = f"{found[1].removesuffix('/models')}/repository/models/ctr/load"
+        assert urllib.request.urlopen(control, b"", timeout=20).status == 200
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()
+    assert not clients.wrong, clients.wrong[:5]
+    assert not clients.lost
+
+
+@needs_compiler
+@pytest.mark.soak
+def test_on_tritons_python_backend_and_as_onnx_it_gives_the_loaders_scores(
+    packed: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's backend calls ``model.py`` as it does here; no Triton runs."""
+    pytest.importorskip("onnxruntime", reason="recpipe[onnx] is not installed")
+    pytest.importorskip("onnxscript", reason="recpipe[onnx] is not installed")
+    from recpipe_serve.deploy.command import DeployConfig, deploy
+    from recpipe_serve.tests.test_deploy import Tensor, loaded_model
+
+    scorer, (dense, ids, lengths) = score.Scorer(packed), asked(checkpoint, 64)
+    deploy(packed, tmp_path / "models", "triton", DeployConfig(name="ctr"))
+    folder = tmp_path / "models" / "ctr" / "1"
+    shutil.move(folder, tmp_path / "elsewhere")  # it needs nothing of where it was made
+    counts = lengths.view(3, 64)
+    given = {"dense": dense.numpy()}
+    for name, own, each in zip(("a", "b/c", "d.e"), ids.split(counts.sum(1).tolist()), counts, strict=True):
+        given |= {name: own.numpy(), f"{name}.lengths": each.numpy()}
+    model = loaded_model(tmp_path / "elsewhere" / "model.py", monkeypatch)
+    request = SimpleNamespace(inputs=lambda: [Tensor(name, own) for name, own in given.items()])
+    (response,) = model.execute([request])
+    (tensor,) = response.output_tensors
+    assert tensor.as_numpy().tobytes() == scorer(dense, ids, lengths).numpy().tobytes()
+    deploy(packed, tmp_path / "onnx", "onnx", DeployConfig())
+    told = json.loads((tmp_path / "onnx" / "lookups.json").read_text())
+    assert told["golden_difference"] < 1e-5
+    assert told["inputs"][0] == "dense"
+    assert sorted(file.name for file in (tmp_path / "onnx" / "tables").iterdir()) == sorted(
+        file.name for file in (packed / "tables").iterdir()
+    )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+COMPUTE = ("compute_input", "compute_infer", "compute_output")
 SHARED = 0.2
 """Seconds from one time that a worker lets the others see its figures to the next one."""
 
@@ -34,45 +33,59 @@ class Statistics:
 
     last: int = 0
     """When a request was answered last, in milliseconds of the epoch."""
-    samples: int = 0
+    successes: int = 0
+    success: float = 0.0
+    """Seconds of all of these."""
+    failures: int = 0
+    fail: float = 0.0
     batches: int = 0
-    requests: dict[str, list[float]] = field(
-        default_factory=lambda: {name: [0, 0.0] for name in ("success", "fail", *STAGES)}
-    )
-    """How many requests, and their seconds."""
-    sizes: dict[int, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0, 0.0, 0.0]))
+    requests: int = 0
+    """Of the batches."""
+    samples: int = 0
+    queue: float = 0.0
+    compute_input: float = 0.0
+    compute_infer: float = 0.0
+    compute_output: float = 0.0
+    sizes: dict[int, list[float]] = field(default_factory=dict)
     """By the samples of a batch: how many there were, and the seconds of its three stages."""
 
     def answered(self, status: int, seconds: float) -> None:
         """Count a request that was answered with HTTP's ``status`` after so many ``seconds``."""
-        own = self.requests["success" if status == 200 else "fail"]
-        own[0] += 1
-        own[1] += seconds
+        if status == 200:
+            self.successes += 1
+            self.success += seconds
+        else:
+            self.failures += 1
+            self.fail += seconds
         self.last = time.time_ns() // 1_000_000
 
     def took(self, batch: Took) -> None:
         """Count a batch that was scored."""
+        requests, samples, queue, put_together, infer, output = batch
         self.batches += 1
-        self.samples += batch.samples
-        for name in STAGES:
-            own, seconds = self.requests[name], getattr(batch, name)
-            own[0] += batch.requests
-            own[1] += seconds if name == "queue" else seconds * batch.requests
-        size = self.sizes[batch.samples]
+        self.requests += requests
+        self.samples += samples
+        self.queue += queue
+        self.compute_input += put_together * requests
+        self.compute_infer += infer * requests
+        self.compute_output += output * requests
+        size = self.sizes.get(samples)
+        if size is None:
+            self.sizes[samples] = size = [0, 0.0, 0.0, 0.0]
         size[0] += 1
-        size[1] += batch.compute_input
-        size[2] += batch.compute_infer
-        size[3] += batch.compute_output
+        size[1] += put_together
+        size[2] += infer
+        size[3] += output
 
     def add(self, other: Statistics) -> None:
         """Take in another process's."""
+        for own in fields(self):
+            if own.name not in ("last", "sizes"):
+                setattr(self, own.name, getattr(self, own.name) + getattr(other, own.name))
         self.last = max(self.last, other.last)
-        self.samples += other.samples
-        self.batches += other.batches
-        for name, values in other.requests.items():
-            self.requests[name] = [a + b for a, b in zip(self.requests[name], values, strict=True)]
         for size, values in other.sizes.items():
-            self.sizes[size] = [a + b for a, b in zip(self.sizes[size], values, strict=True)]
+            mine = self.sizes.get(size, [0, 0.0, 0.0, 0.0])
+            self.sizes[size] = [a + b for a, b in zip(mine, values, strict=True)]
 
     def told(self, name: str, version: str) -> dict[str, Any]:
         """Triton's ``ModelStatistics``."""
@@ -80,16 +93,20 @@ class Statistics:
         def duration(count: float, seconds: float) -> dict[str, int]:
             return {"count": int(count), "ns": round(1e9 * seconds)}
 
+        stages = {what: duration(self.requests, getattr(self, what)) for what in ("queue", *COMPUTE)}
+        outcomes = {
+            "success": duration(self.successes, self.success),
+            "fail": duration(self.failures, self.fail),
+        }
         return {
             "name": name,
             "version": version,
             "last_inference": self.last,
             "inference_count": self.samples,
             "execution_count": self.batches,
-            "inference_stats": {what: duration(*own) for what, own in self.requests.items()},
+            "inference_stats": outcomes | stages,
             "batch_stats": [
-                {"batch_size": size}
-                | {what: duration(own[0], own[1 + n]) for n, what in enumerate(STAGES[1:])}
+                {"batch_size": size} | {what: duration(own[0], own[1 + n]) for n, what in enumerate(COMPUTE)}
                 for size, own in sorted(self.sizes.items())
             ],
         }
@@ -114,7 +131,7 @@ class SharedStatistics:
     def share(self) -> None:
         """Let the others see what has been counted."""
         own = self.own
-        counted = int(own.requests["success"][0] + own.requests["fail"][0])
+        counted = own.successes + own.failures
         if self.folder is None or counted == self._written:
             return
         self._written = counted
@@ -145,7 +162,6 @@ class SharedStatistics:
         for file in files:
             if file.is_file():
                 told = json.loads(file.read_bytes())
-                own = Statistics(told["last"], told["samples"], told["batches"], told["requests"])
-                own.sizes.update({int(size): values for size, values in told["sizes"].items()})
-                found.append(own)
+                told["sizes"] = {int(size): values for size, values in told["sizes"].items()}
+                found.append(Statistics(**told))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -44,6 +45,7 @@ def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, thre
         raise UserError(f"{package} has its dense part in low precision alone: package it with dense=float32")
     names = input_names(manifest["lookups"])
     into.mkdir(parents=True)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of torchvision, which no model needs
     try:
         made = torch.onnx.export(
             program.exported, dynamo=True, input_names=names, output_names=["scores"], verbose=False

@@ -71,15 +71,29 @@ class TritonError(Exception):
         self.code = code
 
 
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``model.py`` around a scorer that adds up what it is given."""
+def loaded_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model in ``file``, loaded as Triton's backend does, with the ``score`` that it finds."""
     utils = ModuleType("triton_python_backend_utils")
     utils.Tensor, utils.TritonError = Tensor, TritonError  # type: ignore[attr-defined]
     utils.InferenceResponse = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
-    monkeypatch.setitem(sys.modules, "score", ModuleType("score"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     threads = torch.get_num_threads()
+    spec = importlib.util.spec_from_file_location("triton_model", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.TritonPythonModel()
+    found.initialize({"model_config": json.dumps({"parameters": {"threads": {"string_value": "1"}}})})
+    torch.set_num_threads(threads)
+    return found
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``model.py`` around a scorer that adds up what it is given."""
+    monkeypatch.setitem(sys.modules, "score", ModuleType("score"))
 
     def made(manifest: dict[str, Any]) -> Any:
         def scorer(dense: Any, ids: Any, lengths: Any, weights: Any = None) -> Any:
@@ -91,19 +105,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         scorer.manifest = {"lookups": []} | manifest  # type: ignore[attr-defined]
         sys.modules["score"].Scorer = lambda place, mapped: scorer  # type: ignore[attr-defined]
-        spec = importlib.util.spec_from_file_location("triton_model", layouts.MODEL)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        found = module.TritonPythonModel()
-        found.initialize({"model_config": json.dumps({"parameters": {"threads": {"string_value": "1"}}})})
-        return found
+        return loaded_model(layouts.MODEL, monkeypatch)
 
-    paths = list(sys.path)
-    yield made
-    sys.path[:] = paths
-    torch.set_num_threads(threads)
+    return made
 
 
 def request(**tensors: Any) -> Any:

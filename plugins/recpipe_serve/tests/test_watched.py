@@ -13,6 +13,7 @@ from recpipe_serve.access.log import AccessLog
 from recpipe_serve.access.record import Record
 from recpipe_serve.batching.batcher import Batcher
 from recpipe_serve.batching.pace import Pace
+from recpipe_serve.batching.statistics import SharedStatistics, Took
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.protocol import parse
@@ -232,3 +233,27 @@ def test_a_priority_is_a_whole_number() -> None:
     for wrong in ("high", -1, 1.5, True):
         with pytest.raises(Refused, match="priority is no whole number"):
             _ = parse(body(DENSE, A, B, parameters={"priority": wrong}), None).priority
+
+
+def test_workers_statistics_are_of_all_and_go_on_where_a_killed_one_was(tmp_path: Path) -> None:
+    first, second = SharedStatistics(tmp_path, 0), SharedStatistics(tmp_path, 1)
+    for own, samples in ((first, 3), (first, 3), (second, 5)):
+        own.own.answered(200, 0.5)
+        own.own.took(Took(2, samples, 0.1, 0.01, 0.02, 0.03))
+    second.own.answered(400, 0.25)
+    second.share()
+    assert (first.all().samples, second.all().samples) == (11, 5), "the first one has not said anything"
+    first.share()
+    again = SharedStatistics(tmp_path, 0)
+    for own in (again, second):
+        told = own.all().told("m", "1")
+        assert (told["inference_count"], told["execution_count"]) == (11, 3)
+        stages = told["inference_stats"]
+        assert stages["success"] == {"count": 3, "ns": 1_500_000_000}
+        assert stages["fail"] == {"count": 1, "ns": 250_000_000}
+        assert stages["queue"] == {"count": 6, "ns": 300_000_000}
+        assert stages["compute_infer"] == {"count": 6, "ns": 120_000_000}
+        assert [(size["batch_size"], size["compute_output"]) for size in told["batch_stats"]] == [
+            (3, {"count": 2, "ns": 60_000_000}),
+            (5, {"count": 1, "ns": 30_000_000}),
+        ]
