@@ -35,7 +35,7 @@ from recpipe.backend.chain import (
 )
 from recpipe.backend.dense import chain, cross, factorize, interact
 from recpipe.backend.pairs import pair_products
-from recpipe.tables.group_rows import is_padded, marked
+from recpipe.tables.group_rows import is_padded, is_spent, marked
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COLLECTION = "sparse_arch.embedding_bag_collection"
@@ -164,7 +164,7 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
         part = f"dot {sparse.shape[1]}x{sparse.shape[2]}"
         way = "cpu" if chooser is None else chooser.way(part, len(dense))
     if way == "loops" and dtype is torch.float32:
-        return pair_products(dense, sparse)
+        return pair_products(dense, sparse, is_spent(sparse))
     if way != "plain":
         return interact(dense, sparse, is_padded(sparse))
     return type(module).forward(module, dense, sparse)
@@ -234,7 +234,7 @@ def _sparse(module: Any, chooser: Chooser | None, features: Any) -> Any:
         )
     values = pooled.values()
     rows = values.view(len(values), module.F, module.D)
-    return marked(rows) if is_padded(values) else rows
+    return marked(rows, is_spent(values)) if is_padded(values) else rows
 
 
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {

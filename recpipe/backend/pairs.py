@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recpipe import private_api
 from recpipe.backend.dense import differentiable, plain_interaction
 from recpipe.common.loops import compiled, has_wide_registers, shared_spread
 from recpipe.common.timing import phase
@@ -37,16 +38,16 @@ def takes(count: int) -> bool:
     return count >= TILE
 
 
-def pair_products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def pair_products(dense: torch.Tensor, rows: torch.Tensor, spent: bool = False) -> torch.Tensor:
     """dense [B, D] and rows [B, F, D], float32 -> [B, D + F (F + 1) / 2]: the dense vector, and the products
     of all pairs of the 1 + F vectors in TorchRec's order.
 
-    Numbers of a sample lie side by side; samples may be any distance apart.
+    ``spent``: the backward pass may write the gradient of ``rows`` over them.
     """
     if not torch.is_grad_enabled():
         with phase("interaction forward"):
             return _products(dense, rows)
-    out: torch.Tensor = _Pairs.apply(dense, rows)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Pairs.apply(dense, rows, spent)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -60,25 +61,27 @@ def _products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor
+    dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, spent: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of ``dense`` and of ``rows``."""
+    """Those of ``dense`` and of ``rows``; the latter in their place if they are ``spent``."""
     batch, features, dim = rows.shape
     # With room for one more vector in front, as rows have it that a table looks up for this: its update takes
     # the gradient without a copy, and does not read what is there.
     room = dim if rows.stride(0) == (1 + features) * dim else 0
-    to_dense, wide = torch.empty(batch, dim), torch.empty(batch, room + features * dim)
-    to_rows = wide[:, room:]
+    to_dense, to_rows = torch.empty(batch, dim), rows.detach()
+    if not spent or not rows[0].is_contiguous():
+        to_rows = torch.empty(batch, room + features * dim)[:, room:].view(rows.shape)
     given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
     made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim)
     _by_threads(partial(differentiate_pairs, *given, *made, has_wide_registers()), batch)
-    return to_dense, to_rows.view(batch, features, dim)
+    return to_dense, to_rows
 
 
 class _Pairs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, dense: torch.Tensor, rows: torch.Tensor, spent: bool) -> torch.Tensor:
         with phase("interaction forward"):
+            ctx.spent = spent
             ctx.save_for_backward(dense, rows)
             return _products(dense, rows)
 
@@ -86,9 +89,10 @@ class _Pairs(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dense, rows = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return differentiable(plain_interaction, (dense, rows), gradient)
+            return *differentiable(plain_interaction, (dense, rows), gradient), None
         with phase("interaction backward"):
-            return _gradients(dense, rows, gradient)
+            spent = ctx.spent and not private_api.graph_is_kept()
+            return *_gradients(dense, rows, gradient, spent), None
 
 
 def _flat(x: torch.Tensor) -> tuple[Floats, int]:

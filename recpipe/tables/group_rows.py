@@ -236,9 +236,11 @@ class GroupRows:
         """Store the gradient of ``leaf``, which has the rows of samples [low, high)."""
         if self._gradient_buffer is None:
             leaf.grad = gradient
-        else:
-            self._gradient_buffer[low:high, self.padding :] = gradient
-            self._placed.add((low, high))
+            return
+        place = self._gradient_buffer[low:high, self.padding :]
+        if (gradient.data_ptr(), gradient.stride()) != (place.data_ptr(), place.stride()):
+            place.copy_(gradient)  # otherwise the interaction has written it there
+        self._placed.add((low, high))
 
     def leaf(self, low: int, high: int) -> torch.Tensor:
         """The rows of samples [low, high) as a leaf of the graph, which requires a gradient unless they are
@@ -246,7 +248,8 @@ class GroupRows:
         if self.padding:
             # Parts write in front of rows at the same time; ``.data`` keeps torch from treating this as a
             # change of each other's rows.
-            leaf = marked(self.warm.data[low:high, self.padding :]).requires_grad_(not self.frozen)
+            leaf = marked(self.warm.data[low:high, self.padding :], self._gradient_buffer is not None)
+            leaf.requires_grad_(not self.frozen)
             if self._gradient_buffer is None and not self.frozen:
                 # Taken in a hook: ``leaf.grad`` is a copy without padding.
                 leaf.register_hook(self._padded_gradients.append)  # type: ignore[no-untyped-call]
@@ -370,13 +373,21 @@ class GroupRows:
 # columns before each row, which nothing else reads. The mark is an attribute of the tensor object, so that
 # tensors computed from it have none.
 _MARK = "_recpipe_padding"
+_SPENT = "_recpipe_spent"
 
 
-def marked(rows: torch.Tensor) -> torch.Tensor:
+def marked(rows: torch.Tensor, spent: bool = False) -> torch.Tensor:
     """Mark ``rows``, a view of rows with padding in front, such as ``wide[:, dim:]`` of a matrix [B, (1 + F)
-    * dim] whose first ``dim`` columns are free."""
+    * dim] whose first ``dim`` columns are free. ``spent``: see ``is_spent``."""
     setattr(rows, _MARK, True)
+    setattr(rows, _SPENT, spent)
     return rows
+
+
+def is_spent(rows: torch.Tensor) -> bool:
+    """Whether the backward pass of the interaction, which alone reads ``rows``, may write their gradient over
+    them."""
+    return getattr(rows, _SPENT, False)
 
 
 def is_padded(rows: torch.Tensor) -> bool:

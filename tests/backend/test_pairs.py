@@ -89,6 +89,19 @@ def test_rows_with_room_in_front_give_a_gradient_with_room() -> None:
     assert (wide[:, :dim] == 7).all(), "nothing is written there"
 
 
+def test_a_gradient_takes_the_place_of_rows_that_nobody_reads_any_more() -> None:
+    """Not while the graph is kept, which reads them again."""
+    dense, rows = inputs(5, 16)
+    expected = results(pairs.pair_products, dense, rows)["rows"]
+    weights = torch.randn(37, 26, generator=torch.Generator().manual_seed(2))
+    out = pairs.pair_products(dense, rows, True)
+    for kept in (True, False):
+        (found,) = torch.autograd.grad(out, rows, weights, retain_graph=kept)
+        assert (found.data_ptr() == rows.data_ptr()) is not kept
+        assert torch.equal(found, expected)
+    assert torch.equal(rows, expected)
+
+
 def test_vectors_whose_numbers_lie_apart() -> None:
     dense, rows = inputs(5, 16)
     expected = pairs.pair_products(dense, rows)

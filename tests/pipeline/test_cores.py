@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from recpipe.backend import pairs
+from recpipe.backend.build import Backend
+from recpipe.backend.chain import Chooser
 from recpipe.pipeline import step as step_module
 from recpipe.pipeline.batch import InFlight
+from recpipe.pipeline.placed import PlacedModel
 from recpipe.pipeline.step import ROWS, Cores, StepTimes, accumulate
 from recpipe.tables.group_rows import GroupRows
 from tests.pipeline.samples import (
@@ -70,6 +74,25 @@ def test_cores_equal_one(cores, tmp_path, policy, optimizer, parts) -> None:
     split = {"splitter": AnySplit(1, True)} if parts == "micro-batches" else {}
     several = trained(cores, policy, optimizer, tmp_path / "several", **split)
     assert cores.shared_out > 20 if split else cores.shared_out == 10
+    assert furthest(one, several) < 1e-5
+
+
+def test_loops_write_gradients_where_rows_were(cores, tmp_path, monkeypatch) -> None:
+    """The interaction's and the tables' loops, with rows that have room for the dense vector."""
+    one = parameters_after("resident", "rowwise_adagrad", tmp_path, Listed())
+    spent, converted, gradients = list[bool](), list[Backend](), pairs._gradients
+    monkeypatch.setattr(pairs, "_gradients", lambda *given: spent.append(given[-1]) or gradients(*given))
+    ways = ("dot", "tables")
+    monkeypatch.setattr(Chooser, "way", lambda _, part, n: "loops" if part.startswith(ways) else "plain")
+
+    def step(model: PlacedModel, *given) -> torch.Tensor:
+        if not converted:
+            converted.append(Backend("auto", model, {}))
+        return accumulate(model, *given, cores)
+
+    several = parameters_after("resident", "rowwise_adagrad", tmp_path, Listed(), step)
+    assert len(spent) == 10 * cores.count
+    assert all(spent)
     assert furthest(one, several) < 1e-5
 
 
