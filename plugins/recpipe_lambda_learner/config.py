@@ -22,7 +22,8 @@ class PublishConfig:
     dir: FilePath | None = None
     """Where deltas are written; None: none are."""
     base: FilePath | None = None
-    """The package that the chain begins with; None: ``base.recpipe`` in ``dir``."""
+    """The package that the chain begins with; None: ``base.recpipe`` in ``dir``, which is made if it is not
+    there."""
     every: Positive = 10
     """Mini-batches from one delta to the next."""
     sign: FilePath | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recpipe.answers.apply import BASE
 from recpipe.answers.delta import Change, Version, following, write_delta
 from recpipe.answers.effects import FOLDER, Coefficients, Learnt, newest_effects
 from recpipe.answers.manifest import PrivateKey, is_package, private_key, read_manifest
@@ -29,12 +30,12 @@ BLOCK = 65_536
 
 
 class Publisher:
-    """Writes the deltas of ``effects``, which go on from what ``learnt`` says, as ``config`` says.
+    """Writes the deltas of ``effects``, which are as ``learnt`` says, as ``config`` says.
 
-    The chain begins with the package of the run that these go on from. Where there are deltas already, the
-    first one has whatever differs between the latest version and the effects as they are now, so that a
-    stream that was killed goes on with the chain wherever it was. ``UserError`` for a package of other
-    effects, and for a directory that another one writes into.
+    The chain begins with a package of the same model with the same effects. The first delta has whatever
+    differs between the chain's latest version and the effects as they are now, so that a stream that was
+    killed goes on with the chain wherever it was. ``UserError`` for a package of other effects, and for a
+    directory that another one writes into.
     """
 
     def __init__(self, config: PublishConfig, effects: Effects, learnt: Learnt) -> None:
@@ -42,11 +43,11 @@ class Publisher:
         self.config, self.effects = config, effects
         self.folder = Path(config.dir).expanduser().absolute()
         self.key: PrivateKey | None = None if config.sign is None else private_key(Path(config.sign))
-        base = Path(config.base).expanduser() if config.base is not None else self.folder / "base.recpipe"
+        base = base_of(config)
         if not is_package(base):
             raise UserError(
                 f"lambda.publish.base={base} is no package: make it with 'recpipe package CHECKPOINT {base} "
-                "effects=RUN' of the run that lambda.resume names"
+                "effects=RUN', or leave it out"
             )
         manifest = read_manifest(base)
         self._require_same(base, learnt)
@@ -74,8 +75,8 @@ class Publisher:
         told = None if theirs is None else (theirs.model, theirs.effects, theirs.precision)
         if told != (learnt.model, learnt.effects, learnt.precision):
             raise UserError(
-                f"lambda.publish.base={base} has not the effects that this stream goes on with: package the "
-                "run that lambda.resume names, effects=RUN"
+                f"lambda.publish.base={base} has effects of another model, or others than lambda.effects: "
+                "take another directory, or package a run of these, effects=RUN"
             )
 
     def publish(self, number: int) -> None:
@@ -103,6 +104,14 @@ class Publisher:
     def close(self) -> None:
         """Let another one write there."""
         self._lock.release()
+
+
+def base_of(config: PublishConfig) -> Path:
+    """The package that the chain begins with."""
+    assert config.dir is not None, "it is asked for"
+    if config.base is not None:
+        return Path(config.base).expanduser()
+    return Path(config.dir).expanduser().absolute() / BASE
 
 
 def coefficients(effect: Effect, rows: NDArray[np.int64]) -> Coefficients:

@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recpipe.answers.effects import FOLDER, Learnt, LearntEffect, identity, newest_effects, write_effects
+from recpipe.answers.made_base import package_aside
+from recpipe.answers.manifest import is_package
 from recpipe.answers.trained import Trained
 from recpipe.common.console import log
 from recpipe.errors import UserError
@@ -23,7 +25,7 @@ from recpipe_lambda_learner.config import LambdaConfig
 from recpipe_lambda_learner.effects import Effects
 from recpipe_lambda_learner.events import MiniBatch, Reader
 from recpipe_lambda_learner.posterior import Floats
-from recpipe_lambda_learner.publish import Publisher
+from recpipe_lambda_learner.publish import Publisher, base_of
 
 LOGITS = "logits.safetensors"
 """Beside saved effects: the logits so far, which were made by effects that are not there any more."""
@@ -99,11 +101,6 @@ class Stream:
                 f"lambda.resume={left.directory} has learnt over {left.learnt.checkpoint}, and this run has "
                 f"{trained.directory}: name that one as lambda.checkpoint"
             )
-        if left is None and config.publish.dir is not None:
-            raise UserError(
-                "lambda.publish.dir: deltas follow a package with effects: name the run that it was made of, "
-                "lambda.resume=RUN"
-            )
         if left is None:
             shutil.rmtree(directory / FOLDER, ignore_errors=True)
         self.seconds = 0.0
@@ -148,8 +145,8 @@ class Stream:
                 self._open.append(effects)
                 if left is not None:
                     effects.load(left.directory)
-                    if self.config.publish.dir is not None:
-                        publisher = self._publisher = Publisher(self.config.publish, effects, left.learnt)
+                if keeps and self.config.publish.dir is not None:
+                    publisher = self._publisher = self._publishes(effects, done, logits)
             parts.append((clicks, weights, offsets))
             if count <= done:
                 continue
@@ -176,9 +173,22 @@ class Stream:
             batches = scoring.dataset.batches("eval", scoring.batch_size)
             yield from reader.read(scoring, islice(batches, end))
 
-    def _save(self, effects: Effects, count: int, logits: list[Floats]) -> None:
+    def _publishes(self, effects: Effects, count: int, logits: list[Floats]) -> Publisher:
+        """What writes deltas; if there is no base yet, one is made of the model with its effects as they are
+        after so many mini-batches."""
+        publish = self.config.publish
+        base = base_of(publish)
+        if publish.base is None and not is_package(base):
+            self._save(effects, count, logits)
+            log.info(f"making the base of what is published, {base}")
+            base.parent.mkdir(parents=True, exist_ok=True)
+            package_aside("lambda.publish", self.trained.directory, base, f"effects={self.directory}")
+        return Publisher(publish, effects, self._learnt(effects, count))
+
+    def _learnt(self, effects: Effects, count: int) -> Learnt:
+        """What there is to say of effects that have learnt so many mini-batches."""
         config, checkpoint = self.config, self.trained.directory
-        learnt = Learnt(
+        return Learnt(
             *(str(checkpoint.absolute()), identity(checkpoint), count, config.entities),
             *(config.ridge, config.keep, config.precision),
             tuple(
@@ -187,8 +197,9 @@ class Stream:
             ),
         )
 
+    def _save(self, effects: Effects, count: int, logits: list[Floats]) -> None:
         def write(folder: Path) -> None:
             effects.save(folder)
-            save_file({"logits": np.concatenate(logits)}, folder / LOGITS)
+            save_file({"logits": np.concatenate([np.empty(0), *logits])}, folder / LOGITS)
 
-        write_effects(self.directory / FOLDER, learnt, write)
+        write_effects(self.directory / FOLDER, self._learnt(effects, count), write)

@@ -38,16 +38,18 @@ def make_base(trainer: L.Trainer, base: Path, training: Training, leads: bool) -
         trainer.save_checkpoint(saved)
         if leads:
             log.info("making the base of what is published, %s", base)
-            _package(saved, base)
+            package_aside("trainer.publish", saved, base, "weights=last")
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     training.module.trainers.barrier()
 
 
-def _package(checkpoint: Path, base: Path) -> None:
+def package_aside(key: str, checkpoint: Path, base: Path, *more: str) -> None:
+    """Have another process make the package ``base`` of a checkpoint, without reference figures.
+    ``UserError`` names the recipe's ``key`` that asks for it, and why it cannot be made."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_TORCHRUN)}
-    words = ["package", str(checkpoint), str(base), "reference=false", "weights=last"]
+    words = ["package", str(checkpoint), str(base), "reference=false", *more]
     made = subprocess.run(
         [sys.executable, "-m", "recpipe", *words], env=environment, capture_output=True, text=True
     )
@@ -55,4 +57,4 @@ def _package(checkpoint: Path, base: Path) -> None:
         lines = [line for line in (*made.stderr.splitlines(), *made.stdout.splitlines()) if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
         why = (errors or lines[-1:] or [f"status {made.returncode}"])[-1].removeprefix("error: ")
-        raise UserError(f"trainer.publish: no base can be made: {why}")
+        raise UserError(f"{key}: no base can be made: {why}")

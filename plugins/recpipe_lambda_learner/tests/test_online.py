@@ -284,7 +284,7 @@ def test_a_publisher_goes_on_with_a_chain_wherever_its_own_state_is(
     say_learnt(base, 5)
     assert newest_effects(base / FOLDER)[1].number == 5
     other = replace(told, precision="diagonal")
-    with pytest.raises(UserError, match="has not the effects that this stream goes on with"):
+    with pytest.raises(UserError, match="has effects of another model, or others"):
         Publisher(PublishConfig(dir=str(tmp_path / "fresh")), live, other)
 
 
