@@ -20,7 +20,7 @@ from recpipe_scale_out.calls import ShardCalls
 from recpipe_scale_out.lookups import Part, Parts, TableLookup, runs, table_lookups
 from recpipe_scale_out.rows import Rows
 from recpipe_scale_out.sealed import OWN, is_shard
-from recpipe_scale_out.wire import OUTPUT_TYPE, POOLED, Wanted, request_tensors
+from recpipe_scale_out.wire import OUTPUT_TYPE, POOLED, Question, Wanted
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -183,12 +183,12 @@ class ShardedScorer(Scorer):
         parameters = {} if self.wire == "FP32" else {OUTPUT_TYPE: self.wire}
         for shard, own in asked.items():
             own.sort(key=_beside)
-            inputs = request_tensors([one.wanted for one in own])
+            inputs = Question.of([one.wanted for one in own]).tensors()
             messages[shard] = write_request(self.models[shard], inputs, self.version, parameters=parameters)
         answers_of = self.calls.ask(messages)
         if here:  # while the questions are on their way
             assert self.own is not None
-            yield from _runs_of(here, self.own.pooled([one.wanted for one in here]))
+            yield from _runs_of(here, self.own.pooled(Question.of([one.wanted for one in here])))
         answers = answers_of()
         for shard in sorted(answers):  # sums have one order
             answer = answers[shard]
@@ -261,6 +261,7 @@ def _bags_of(calls: Sequence[LookupCall]) -> Iterator[_Bags]:
                 given = lookup.arranged(weights, offsets, samples)[0].numpy()
             ids, offsets = lookup.arranged(ids, offsets, samples)
         rows, ends = ids.numpy(), offsets.numpy()
+        every = np.diff(ends) if where is None else ends  # lengths
         for place, column in enumerate(lookup.columns):
             if where is not None:
                 low, high = ends[place : place + 2].tolist()
@@ -269,9 +270,8 @@ def _bags_of(calls: Sequence[LookupCall]) -> Iterator[_Bags]:
                 own = None if alike else of_sample
                 yield _Bags(number, column, high - low, rows[low:high], None, None, own)
                 continue
-            bounds = ends[place * samples : (place + 1) * samples + 1]
-            low, high = int(bounds[0]), int(bounds[-1])
-            each = np.diff(bounds)
+            low, high = int(ends[place * samples]), int(ends[(place + 1) * samples])
+            each = every[place * samples : (place + 1) * samples]
             one_each = lookup.sequence or (high - low == samples and bool((each == 1).all()))
             lengths = None if one_each else each
             bags = high - low if lengths is None else samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from recpipe_serve.errors import bad
 
-from recpipe.answers.score import Lookup, PackageError, Tables, offsets_of
+from recpipe.answers.score import Lookup, PackageError, Tables, numbers, offsets_of
 from recpipe.errors import UserError
 from recpipe_scale_out.lookups import TableLookup, runs
 from recpipe_scale_out.sealed import read_shard
-from recpipe_scale_out.wire import Wanted
+from recpipe_scale_out.wire import Question
 
 KEPT = 4096
 """Sets of lookups whose operator is kept."""
@@ -35,42 +34,51 @@ class Rows:
             own["number"]: TableLookup(own["table"], own["pooling"], own["weighted"])
             for own in self.content["lookups"]
         }
+        self.held = {name: own["rows"] for name, own in self.content["tables"].items()}
         self._operator = lru_cache(KEPT)(self._made)
 
-    def pooled(self, wanted: Sequence[Wanted]) -> NDArray[np.float32]:
+    def pooled(self, asked: Question) -> NDArray[np.float32]:
         """What these lookups find, run by run, float32 [V] (see ``wire``); ``Refused`` for lookups and ids
         that are not here."""
-        own = [self._known(one) for one in wanted]
-        found = []
+        own = self._known(asked)
+        ends, bag_ends, found = asked.ends.tolist(), asked.bag_ends.tolist(), []
         with torch.inference_mode():
-            for run in runs(own, [one.bags for one in wanted]):
-                found.append(self._run(tuple(own[run]), wanted[run]).numpy().reshape(-1))
+            ids = torch.from_numpy(asked.ids)
+            weights = None if asked.weights is None else torch.from_numpy(asked.weights)
+            for run in runs(own, asked.bags.tolist()):
+                low, high = ends[run.start], ends[run.stop]
+                first, last = bag_ends[run.start], bag_ends[run.stop]
+                if low == high if own[run.start].pooling == "none" else first == last:
+                    continue
+                if asked.lengths is None:
+                    offsets = numbers(last - first + 1)
+                else:
+                    offsets = offsets_of(torch.from_numpy(asked.lengths[first:last]))
+                given = weights[low:high] if weights is not None and own[run.start].weighted else None
+                operator, bags = self._operator(tuple(own[run])), (last - first) // (run.stop - run.start)
+                found.append(operator(ids[low:high], offsets, bags, None, given).numpy().reshape(-1))
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
-    def _known(self, wanted: Wanted) -> TableLookup:
-        lookup = self.lookups.get(wanted.lookup)
-        if lookup is None:
-            raise bad(f"lookup {wanted.lookup} is not answered here; {sorted(self.lookups)} are")
-        held = self.content["tables"][lookup.table]["rows"]
+    def _known(self, asked: Question) -> list[TableLookup]:
+        """The lookups, all of whose rows are here."""
+        unknown = next((number for number in asked.lookups if number not in self.lookups), None)
+        if unknown is not None:
+            raise bad(f"lookup {unknown} is not answered here; {sorted(self.lookups)} are")
+        own = [self.lookups[number] for number in asked.lookups]
+        held = np.array([self.held[lookup.table] for lookup in own], np.uint64)
+        counts = np.diff(asked.ends)
         # Taken as a number without a sign, a negative id is larger than any table.
-        wrong = wanted.ids.view(np.uint64) >= held
+        wrong = asked.ids.view(np.uint64) >= np.repeat(held, counts)
         if wrong.any():
-            row = int(wanted.ids[int(wrong.argmax())])
-            raise bad(f"row {row} of '{lookup.table}' is not in [0, {held}), which are here")
-        if lookup.weighted and wanted.weights is None:
-            raise bad(f"ids of '{lookup.table}' have weights, which are missing")
-        return lookup
-
-    def _run(self, lookups: tuple[TableLookup, ...], wanted: Sequence[Wanted]) -> torch.Tensor:
-        ids = torch.from_numpy(np.concatenate([one.ids for one in wanted]))
-        if not (len(ids) if lookups[0].pooling == "none" else wanted[0].bags):
-            return torch.empty(0)
-        lengths = [np.ones(one.bags, np.int64) if one.lengths is None else one.lengths for one in wanted]
-        offsets = offsets_of(torch.from_numpy(np.concatenate(lengths)))
-        weights = None
-        if lookups[0].weighted:
-            weights = torch.from_numpy(np.concatenate([one.weights for one in wanted]))
-        return self._operator(lookups)(ids, offsets, wanted[0].bags, None, weights)
+            at = int(wrong.argmax())
+            table = own[int(np.searchsorted(asked.ends, at, "right")) - 1].table
+            raise bad(
+                f"row {int(asked.ids[at])} of '{table}' is not in [0, {self.held[table]}), which are here"
+            )
+        lacking = next((lookup for lookup in own if lookup.weighted and asked.weights is None), None)
+        if lacking is not None:
+            raise bad(f"ids of '{lacking.table}' have weights, which are missing")
+        return own
 
     def _made(self, lookups: tuple[TableLookup, ...]) -> Lookup:
         # Each has ids of its own, whatever features these are of.

@@ -29,7 +29,7 @@ from recpipe.errors import UserError, shown
 from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import ShardConfig, of_words
 from recpipe_scale_out.rows import Rows
-from recpipe_scale_out.wire import INPUTS, OUTPUT_TYPE, POOLED, TYPES, read_wanted
+from recpipe_scale_out.wire import INPUTS, OUTPUT_TYPE, POOLED, TYPES, Question
 
 log = logging.getLogger("recpipe")
 KEPT = 2
@@ -83,10 +83,10 @@ class ShardModel(ServedModel):
         kind = request.parameters.get(OUTPUT_TYPE, "FP32")
         if kind not in TYPES:
             raise bad(f"{OUTPUT_TYPE} is {shown(kind)}, not one of {', '.join(TYPES)}")
-        wanted = read_wanted(request.inputs)
+        asked = Question.read(request.inputs)
         began = perf_counter_ns()
-        found = self.rows.pooled(wanted).astype(TYPES[kind], copy=False)
-        self.counted.update(requests=1, lookups=len(wanted), lookup_ns=perf_counter_ns() - began)
+        found = self.rows.pooled(asked).astype(TYPES[kind], copy=False)
+        self.counted.update(requests=1, lookups=len(asked.lookups), lookup_ns=perf_counter_ns() - began)
         return Outputs({POOLED: found})
 
     def count(self, status: int, seconds: float) -> None:

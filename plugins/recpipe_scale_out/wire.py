@@ -11,6 +11,8 @@ the request's ``runs``: beside each other the sums of its lookups. Where rows ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ INPUTS = {LOOKUPS: "INT32", BAGS: "INT32", IDS: "INT64", LENGTHS: "INT32", WEIGH
 OPTIONAL = (LENGTHS, WEIGHTS)
 SMALL = np.iinfo(np.int32).max
 """The largest id that is sent in 32 bits."""
+_NOTHING = np.zeros(1, np.int64)
 
 
 class Wanted(NamedTuple):
@@ -42,54 +45,88 @@ class Wanted(NamedTuple):
     """float32 [n], where rows are weighted."""
 
 
-def request_tensors(wanted: Sequence[Wanted]) -> dict[str, Array]:
-    """What is sent for these lookups."""
-    ids = np.concatenate([own.ids for own in wanted])
-    small = not len(ids) or int(ids.max()) <= SMALL
-    tensors: dict[str, Array] = {
-        LOOKUPS: np.array([own.lookup for own in wanted], np.int32),
-        BAGS: np.array([own.bags for own in wanted], np.int32),
-        IDS: ids.astype(np.int32) if small else ids,
-    }
-    if any(own.lengths is not None for own in wanted):
-        tensors[LENGTHS] = np.concatenate(
-            [np.ones(own.bags, np.int32) if own.lengths is None else own.lengths for own in wanted]
-        ).astype(np.int32)
-    if any(own.weights is not None for own in wanted):
-        tensors[WEIGHTS] = np.concatenate(
-            [np.ones(len(own.ids), np.float32) if own.weights is None else own.weights for own in wanted]
-        )
-    return tensors
+@dataclass(frozen=True)
+class Question:
+    """All that a shard is asked for a batch: ``Wanted``, one after the other."""
 
+    lookups: list[int]
+    """Their numbers."""
+    bags: Array
+    """How many each asks for, int64 [L]."""
+    ids: Array
+    """int64 [N]."""
+    lengths: Array | None
+    """How many ids each bag has, int64 [sum of bags]; None: each has one."""
+    weights: Array | None
+    """Of the ids, float32 [N]; None: there are none."""
 
-def read_wanted(tensors: Mapping[str, Array]) -> list[Wanted]:
-    """The lookups of a request; ``Refused`` if its tensors do not fit each other."""
-    for name in tensors:
-        if name not in INPUTS:
-            raise bad(f"a shard has no input '{name}'; it has {', '.join(INPUTS)}")
-    for name, kind in INPUTS.items():
-        found = tensors.get(name)
-        if found is None and name in OPTIONAL:
-            continue
-        fits = found is not None and found.ndim == 1
-        if not fits or found.dtype.kind != ("f" if kind == "FP32" else "i"):  # type: ignore[union-attr]
-            raise bad(f"a shard takes '{name}' as {kind} [n]")
-    numbers, bags = tensors[LOOKUPS].tolist(), tensors[BAGS].astype(np.int64)
-    ids, weights = tensors[IDS].astype(np.int64), tensors.get(WEIGHTS)
-    total = int(bags.sum())
-    lengths = tensors[LENGTHS].astype(np.int64) if LENGTHS in tensors else None
-    if len(numbers) != len(bags) or (bags < 0).any():
-        raise bad(f"'{BAGS}' does not say how many bags each of the {len(numbers)} lookups asks for")
-    if lengths is not None and (len(lengths) != total or (lengths < 0).any()):
-        raise bad(f"'{LENGTHS}' does not say how many ids each of the {total} bags has")
-    if len(ids) != (total if lengths is None else int(lengths.sum())):
-        raise bad(f"there are {len(ids)} ids, and bags have {total if lengths is None else lengths.sum()}")
-    if weights is not None and len(weights) != len(ids):
-        raise bad(f"there are {len(weights)} weights, and {len(ids)} ids")
-    wanted, bag, at = [], 0, 0
-    for number, count in zip(numbers, bags.tolist(), strict=True):
-        own = None if lengths is None else lengths[bag : bag + count]
-        end = at + (count if own is None else int(own.sum()))
-        wanted.append(Wanted(number, count, ids[at:end], own, None if weights is None else weights[at:end]))
-        bag, at = bag + count, end
-    return wanted
+    @classmethod
+    def of(cls, wanted: Sequence[Wanted]) -> Question:
+        """These lookups."""
+        lengths = weights = None
+        if any(own.lengths is not None for own in wanted):
+            lengths = np.concatenate(
+                [np.ones(own.bags, np.int64) if own.lengths is None else own.lengths for own in wanted]
+            )
+        if any(own.weights is not None for own in wanted):
+            weights = np.concatenate(
+                [np.ones(len(own.ids), np.float32) if own.weights is None else own.weights for own in wanted]
+            )
+        bags = np.array([own.bags for own in wanted], np.int64)
+        ids = np.concatenate([own.ids for own in wanted])
+        return cls([own.lookup for own in wanted], bags, ids, lengths, weights)
+
+    @cached_property
+    def bag_ends(self) -> Array:
+        """Where the bags of each lookup begin, and where those of the last one end: int64 [L + 1]."""
+        return np.concatenate([_NOTHING, np.cumsum(self.bags)])
+
+    @cached_property
+    def ends(self) -> Array:
+        """Where the ids of each lookup begin, and where those of the last one end: int64 [L + 1]."""
+        if self.lengths is None:
+            return self.bag_ends
+        ends: Array = np.concatenate([_NOTHING, np.cumsum(self.lengths)])[self.bag_ends]
+        return ends
+
+    def tensors(self) -> dict[str, Array]:
+        """What is sent."""
+        small = not len(self.ids) or int(self.ids.max()) <= SMALL
+        tensors: dict[str, Array] = {
+            LOOKUPS: np.array(self.lookups, np.int32),
+            BAGS: self.bags.astype(np.int32),
+            IDS: self.ids.astype(np.int32) if small else self.ids,
+        }
+        if self.lengths is not None:
+            tensors[LENGTHS] = self.lengths.astype(np.int32)
+        if self.weights is not None:
+            tensors[WEIGHTS] = self.weights
+        return tensors
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Array]) -> Question:
+        """The question in a request; ``Refused`` if its tensors do not fit each other."""
+        for name in tensors:
+            if name not in INPUTS:
+                raise bad(f"a shard has no input '{name}'; it has {', '.join(INPUTS)}")
+        for name, kind in INPUTS.items():
+            found = tensors.get(name)
+            if found is None and name in OPTIONAL:
+                continue
+            fits = found is not None and found.ndim == 1
+            if not fits or found.dtype.kind != ("f" if kind == "FP32" else "i"):  # type: ignore[union-attr]
+                raise bad(f"a shard takes '{name}' as {kind} [n]")
+        bags, ids = tensors[BAGS].astype(np.int64), tensors[IDS].astype(np.int64)
+        lengths = tensors[LENGTHS].astype(np.int64) if LENGTHS in tensors else None
+        weights = tensors[WEIGHTS].astype(np.float32) if WEIGHTS in tensors else None
+        numbers, total = tensors[LOOKUPS].tolist(), int(bags.sum())
+        if len(numbers) != len(bags) or (bags < 0).any():
+            raise bad(f"'{BAGS}' does not say how many bags each of the {len(numbers)} lookups asks for")
+        if lengths is not None and (len(lengths) != total or (lengths < 0).any()):
+            raise bad(f"'{LENGTHS}' does not say how many ids each of the {total} bags has")
+        most = total if lengths is None else int(lengths.sum())
+        if len(ids) != most:
+            raise bad(f"there are {len(ids)} ids, and bags have {most}")
+        if weights is not None and len(weights) != len(ids):
+            raise bad(f"there are {len(weights)} weights, and {len(ids)} ids")
+        return cls(numbers, bags, ids, lengths, weights)

@@ -34,7 +34,7 @@ from recpipe_scale_out.tests.answering import (
     shared_ids,
     whole_tables,
 )
-from recpipe_scale_out.wire import IDS, LENGTHS, LOOKUPS, Wanted, read_wanted, request_tensors
+from recpipe_scale_out.wire import IDS, LENGTHS, LOOKUPS, Question, Wanted
 from recpipe_serve.errors import Refused
 
 KINDS: list[Callable[[Sequence[Lookup], int, int], list[Call]]] = [several_ids, shared_ids]
@@ -103,15 +103,15 @@ def test_the_main_server_looks_up_what_stays_there(kind, package, tmp_path: Path
 
 def test_rows_of_others_would_be_seen(package, made: ShardedScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: one id of each request is another one."""
-    tensors = request_tensors
+    tensors = Question.tensors
 
-    def off_by_one(wanted: Sequence[Wanted]) -> dict[str, Any]:
-        sent = tensors(wanted)
+    def off_by_one(asked: Question) -> dict[str, Any]:
+        sent = tensors(asked)
         sent[IDS] = sent[IDS].copy()
         sent[IDS][-1] = (sent[IDS][-1] + 1) % 25
         return sent
 
-    monkeypatch.setattr(dense, "request_tensors", off_by_one)
+    monkeypatch.setattr(Question, "tensors", off_by_one)
     assert not all(w.equal(own) for w, own, _ in found(shared_ids, own_lookups(*package), made))
 
 
@@ -218,12 +218,13 @@ def test_addresses_are_told_apart(word: str) -> None:
     ],
 )
 def test_requests_that_do_not_fit_are_refused(changed: dict[str, Any], why: str) -> None:
-    sent = request_tensors([Wanted(0, 2, np.arange(4), np.array([1, 3]))])
-    (own,) = read_wanted(sent)
-    assert (own.bags, own.ids.tolist(), own.lengths.tolist()) == (2, [0, 1, 2, 3], [1, 3])
+    sent = Question.of([Wanted(0, 2, np.arange(4), np.array([1, 3]))]).tensors()
+    own = Question.read(sent)
+    assert own.lengths is not None
+    assert (own.bags.tolist(), own.ids.tolist(), own.lengths.tolist()) == ([2], [0, 1, 2, 3], [1, 3])
     sent = {name: value for name, value in (sent | changed).items() if value is not None}
     with pytest.raises(Refused, match=why):
-        read_wanted(sent)
+        Question.read(sent)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_requests_that_do_not_fit_are_refused(changed: dict[str, Any], why: str)
 )
 def test_rows_that_are_not_here_are_not_read(wanted: Wanted, why: str, whole: list[Path]) -> None:
     with pytest.raises(Refused, match=why):
-        Rows(whole[1]).pooled([wanted])
+        Rows(whole[1]).pooled(Question.of([Wanted(0, 1, np.array([3]), None), wanted]))
 
 
 def test_a_damaged_shard_is_refused(whole: list[Path], tmp_path: Path) -> None:
