@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.25, help="of DeepRecSys's rows (default 0.25)")
     parser.add_argument("--models", nargs="*", choices=BATCHED, default=BATCHED, help="of batching")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a run of LoadGen's, at least")
-    parser.add_argument("--queries", type=int, default=300, help="of a run of LoadGen's, at least")
+    parser.add_argument("--queries", type=int, default=150, help="of a run of LoadGen's, at least")
     parser.add_argument("--bound-ms", type=float, default=25.0, help="at p95 (default 25)")
     parser.add_argument("--json", type=Path, help="a folder for the tables that docs/tables.py shows")
     asked = parser.parse_args()
@@ -452,6 +453,7 @@ def write_tables(folder: Path, into: Path) -> None:
     for name, own in reports.get("batching", {"models": {}})["models"].items():
         best = own["batchings"][SEARCHED]
         how = f"searched: batches of {best['batch']}, {best['wait_ms']:g} ms, {best['workers']} processes"
+        how = SEARCHED if SEARCHED in own["why"] else how
         for what, wanted in ((STATIC_PARTS, "1.5"), (CUT, "")):
             parts = f"{what}: {own['batchings'][what]['batch']}"
             rows.append(_row(NAMES[name], what, SEARCHED, own, wanted, parts, how))
@@ -512,7 +514,8 @@ def _row(
     """One comparison of two sides, of their rounds and the ratios of these; why there are none."""
     ratios = own["ratios"].get(first, [])
     why = next((own["why"][name] for name in (first, second) if name in own["why"]), "not measured")
-    ratio = [median(ratios), min(ratios), max(ratios)] if ratios else why
+    said = re.split("[:;] raise", why)[0]
+    ratio = [median(ratios), min(ratios), max(ratios)] if ratios else said
     rounds = [own["rates"].get(name) for name in (first, second)]
     a, b = ({"rounds": each} if each else "none is valid" for each in rounds)
     return [model, this, a, other, b, ratio, wanted]
