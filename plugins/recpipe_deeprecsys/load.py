@@ -20,9 +20,9 @@ from recpipe_deeprecsys.config import PERCENTILES
 
 SERVER, OFFLINE, SINGLE_STREAM = "Server", "Offline", "SingleStream"
 LOGS = ("mlperf_log_summary.txt", "mlperf_log_detail.txt")
-LATE, FEW = 20, 16
-"""A server with so many bounds' worth of requests waiting is taken to be overloaded, and the run ends; so
-many may wait in any case."""
+LATE, HASTY, FEW = 20, 5, 16
+"""A server with so many bounds' worth of requests waiting is taken to be overloaded, and the run ends, a
+hasty one sooner; so many requests may wait in any case."""
 MORE = 1.3
 """LoadGen hardly issues more than so many times the requests that a run is to have: their times are
 random."""
@@ -103,7 +103,8 @@ class Load:
         if scenario == SERVER and rate is not None:
             settings.server_target_latency_ns = round(1e6 * self.bound_ms)
             settings.server_target_latency_percentile = share
-            settings.server_max_async_queries = FEW + math.ceil(rate * LATE * self.bound_ms / 1e3)
+            bounds = HASTY if self.hasty else LATE
+            settings.server_max_async_queries = FEW + math.ceil(rate * bounds * self.bound_ms / 1e3)
         watched = Watched(target, math.inf, 0)
         if scenario == SERVER and rate is not None and self.hasty:
             expected = max(settings.min_query_count, rate * settings.min_duration_ms / 1e3)
