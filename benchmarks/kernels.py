@@ -1,4 +1,4 @@
-"""recpipe's compiled loops on this CPU beside what they replace: interaction, lookup and update of tables.
+"""recpipe's compiled loops on this CPU beside what they replace: interaction, crosses, lookup and update.
 
     python benchmarks/kernels.py [--batches 128 2048 8192] [--dims 16 64] [--ids 1] [--rounds 9]
 
@@ -26,8 +26,10 @@ tune_allocator()
 bound_kernel_caches()
 
 import torch  # noqa: E402
+from torchrec.modules.crossnet import LowRankCrossNet  # noqa: E402
 
 from recpipe.backend.choices import Host  # noqa: E402
+from recpipe.backend.crosses import cross  # noqa: E402
 from recpipe.backend.dense import interact  # noqa: E402
 from recpipe.backend.matmul import float32_products  # noqa: E402
 from recpipe.backend.pairs import pair_products  # noqa: E402
@@ -37,6 +39,7 @@ from recpipe.tables.group_rows import marked  # noqa: E402
 from recpipe.tables.resident import FEW_BYTES, ResidentCollection  # noqa: E402
 
 FEATURES = 26
+RANK = 64
 OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
 LEAST = 0.02
 """Seconds of one timing."""
@@ -86,6 +89,20 @@ def interaction(dim: int, batch: int, rounds: int) -> None:
     show("interaction backward", dim, batch, least_ms(back, rounds), max(differences))
 
 
+def crosses(dim: int, batch: int, rounds: int) -> None:
+    torch.manual_seed(0)
+    net = LowRankCrossNet((1 + FEATURES) * dim, num_layers=3, low_rank=RANK)
+    x = torch.randn(batch, (1 + FEATURES) * dim, requires_grad=True)
+    outs = [cross(x, net, loops) for loops in (False, True)]
+    given = torch.randn_like(x)
+    steps: list[Run] = [
+        lambda loops=loops: cross(x, net, loops).backward(given)  # type: ignore[misc]
+        for loops in (False, True)
+    ]
+    difference = farthest(*(out.detach() for out in outs))
+    show(f"3 crosses of rank {RANK}, both", dim, batch, least_ms(steps, rounds), difference)
+
+
 def tables(dim: int, batch: int, ids: int, optimizer: str, rounds: int) -> None:
     torch.manual_seed(0)
     own = TableOptimizer(optimizer, 1e-3)
@@ -132,6 +149,7 @@ def main() -> None:
         for dim in arguments.dims:
             for batch in arguments.batches:
                 interaction(dim, batch, arguments.rounds)
+                crosses(dim, batch, arguments.rounds)
                 for ids in arguments.ids:
                     for optimizer in OPTIMIZERS:
                         tables(dim, batch, ids, optimizer, arguments.rounds)

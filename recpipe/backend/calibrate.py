@@ -21,6 +21,7 @@ from recpipe import private_api
 from recpipe.backend.chain import CHAINS, Chain, is_plain, steps
 from recpipe.backend.choices import Choices, Notebook
 from recpipe.backend.convert import convert
+from recpipe.backend.crosses import cross_samples, differentiate_cross
 from recpipe.backend.pairs import differentiate_pairs, multiply_pairs, takes
 from recpipe.backend.table_kernels import TableStep
 from recpipe.common.console import log
@@ -45,8 +46,9 @@ BUDGET_SECONDS = 20.0
 BUDGET_BYTES = 2**30
 """A part is measured with as many samples as it needs so many bytes for; the largest such size stands for
 larger ones."""
-OF_LOOPS = ("dot ", "tables ")
+OF_LOOPS = ("cross ", "dot ", "tables ")
 """The kinds of parts that recpipe's own loops compute."""
+LOOPS = (cross_samples, differentiate_cross, multiply_pairs, differentiate_pairs, pool_rows, update_rows)
 MARGIN = 1.02
 """A part is converted if it is so many times faster; smaller differences could be noise."""
 
@@ -74,7 +76,7 @@ def calibrated(
     lacking = [each for each in all_of if not notebook.knows(each[1], each[0], each[2])]
     found: Choices = {part: {str(count): {} for count in threads} for part in wanted}
     if any(part.startswith(OF_LOOPS) for _, part, _ in lacking) and can_compile():
-        load(multiply_pairs, differentiate_pairs, pool_rows, update_rows)  # which is no measurement
+        load(*LOOPS)  # which is no measurement
     begun, left = perf_counter(), len(lacking)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), Meter() as meter:
         for count, part, size in all_of:
@@ -186,7 +188,7 @@ def _measure_tables(numbers: str, samples: int) -> str:
 
 def _ways(kind: str, numbers: str) -> list[str]:
     """What the back end has for a kind of part."""
-    loops = kind == "dot" and takes(1 + int(numbers.split("x")[0])) and can_compile()
+    loops = can_compile() and (kind == "cross" or (kind == "dot" and takes(1 + int(numbers.split("x")[0]))))
     return ["cpu", "loops"] if loops else ["cpu"]
 
 

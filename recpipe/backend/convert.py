@@ -33,7 +33,8 @@ from recpipe.backend.chain import (
     is_hooked,
     is_plain,
 )
-from recpipe.backend.dense import chain, cross, factorize, interact
+from recpipe.backend.crosses import cross
+from recpipe.backend.dense import chain, factorize, interact
 from recpipe.backend.pairs import pair_products
 from recpipe.tables.group_rows import is_padded, is_spent, marked
 
@@ -173,13 +174,11 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
 def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
     """The ``forward`` of ``LowRankCrossNet``."""
     parameters = [*module.W_kernels, *module.V_kernels, *module.bias]
-    if (
-        _computes() is torch.float32
-        and _fits(input)
-        and all(_fits(p, p.ndim) for p in parameters)
-        and chooser.pays(f"cross {input.shape[1]}-{module._low_rank} x{module._num_layers}", len(input))
-    ):
-        return cross(input, module)
+    if _computes() is torch.float32 and _fits(input) and all(_fits(p, p.ndim) for p in parameters):
+        part = f"cross {input.shape[1]}-{module._low_rank} x{module._num_layers}"
+        way = chooser.way(part, len(input))
+        if way != "plain":
+            return cross(input, module, way == "loops")
     return type(module).forward(module, input)
 
 
