@@ -14,7 +14,7 @@ from recpipe.data.schema import Schema
 from recpipe.model.config import Dropout, Sizes
 from recpipe.model.dlrm import CPU, ProjectedSparseArch
 from recpipe.models.histories import Histories, History, sides_of
-from recpipe.models.parts import features_of, last_layers, outputs_of
+from recpipe.models.parts import features_of, glorot, last_layers, outputs_of
 
 
 class Series(nn.Module):
@@ -84,6 +84,7 @@ class TBSM(nn.Module):
         ]
         self.series = nn.ModuleList(series)
         self.top = last_layers(sum(one.width for one in series), hidden, outputs_of(schema), dropout)
+        glorot(self)  # as the authors' layers are about
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
         """Logits float32 [B, L]."""

@@ -58,7 +58,7 @@ def test_it_computes_its_papers_formula(
     assert (other - wanted).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["din", "shared_bottom", "mmoe", "ple"])
+@pytest.mark.parametrize("name", ["din", "shared_bottom", "mmoe", "ple", "tbsm"])
 def test_layers_begin_with_glorots_values_where_more_is_learned_from_them(name: str) -> None:
     layers = [layer for layer in made(name).modules() if isinstance(layer, nn.Linear)]
     shares = [layer.weight.abs().max() * (sum(layer.weight.shape) / 6) ** 0.5 for layer in layers]
