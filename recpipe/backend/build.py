@@ -184,7 +184,9 @@ def build_backend(
         # The first trainer's, on all of them: those that share the machine's cores must not measure at the
         # same time, and the saved choices must be those of the run.
         leads = trainers.index == 0
-        tables = table_parts(model.embeddings.tables)
+        # Rows of several trainers, or in TorchRec's shards, are updated by other means.
+        apart = several or any(tables.sends for tables in groups)
+        tables = set() if apart else table_parts(model.embeddings.tables)
         own = calibrated(model.module, batch_size, counts, cache_dir, tables) if leads else {}
         first, *_ = trainers.gather(np.frombuffer(json.dumps(own).encode(), np.uint8))
         choices = checked(json.loads(first.tobytes()))
