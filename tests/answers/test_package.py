@@ -870,7 +870,7 @@ def test_a_repository_of_packages_is_served_and_changes_while_it_answers(
                 time.sleep(0.02)
             other.rename(second)
             server.send(signal.SIGHUP)
-            server.until(r"now serving package ctr \(2\)")
+            server.until("now serving package ctr (2)")
             while not clients.by[1]:
                 time.sleep(0.02)
             (repository / "ctr" / "routes.yaml").write_text("version: 7")

@@ -106,34 +106,39 @@ def read_tensors(tensors: Any, raw: Any, what: str, textual: bool = False) -> di
         raise bad(f"there are {len(tensors)} {what}s, and the bytes of {len(raw)}")
     found: dict[str, Array] = {}
     for place, tensor in enumerate(tensors):
-        if tensor.name in found:
-            raise bad(f"{what} '{shown(tensor.name)}' comes twice")
-        own = f"{what} '{shown(tensor.name)}'"
-        found[tensor.name] = _array(tensor, raw[place] if raw else None, own, textual)
+        name = tensor.name
+        if name in found:
+            raise bad(f"{what} '{shown(name)}' comes twice")
+        try:
+            found[name] = _array(tensor, raw[place] if raw else None, textual)
+        except ValueError as fault:
+            raise bad(f"{what} '{shown(name)}' {fault}") from fault
     return found
 
 
-def _array(tensor: Any, raw: bytes | None, what: str, textual: bool) -> Array:
-    shape, kind = tuple(tensor.shape), DATATYPES.get(tensor.datatype)
-    if len(shape) > 8 or any(size < 0 for size in shape) or prod(shape) > LARGEST_SIZE:
-        raise bad(f"{what} has the shape {shown(list(shape))}")
-    if textual and tensor.datatype == BYTES:
+def _array(tensor: Any, raw: bytes | None, textual: bool) -> Array:
+    """The values of a tensor; ``ValueError`` says what is wrong with it."""
+    shape, word = tuple(tensor.shape), tensor.datatype
+    size, kind = prod(shape), DATATYPES.get(word)
+    if len(shape) > 8 or (shape and min(shape) < 0) or size > LARGEST_SIZE:
+        raise ValueError(f"has the shape {shown(list(shape))}")
+    if textual and word == BYTES:
         if raw is None:
             raw = b"".join(len(own).to_bytes(4, "little") + own for own in tensor.contents.bytes_contents)
-        return texts(raw, prod(shape), what).reshape(shape)
+        return texts(raw, size, f"input '{shown(tensor.name)}'").reshape(shape)
     if kind is None:
-        raise bad(f"{what} is of type {shown(tensor.datatype)}, not one of {', '.join(DATATYPES)}")
+        raise ValueError(f"is of type {shown(word)}, not one of {', '.join(DATATYPES)}")
     if raw is not None:
-        if len(raw) != prod(shape) * kind.itemsize:
-            raise bad(f"{what} of shape {list(shape)} has {len(raw)} bytes")
+        if len(raw) != size * kind.itemsize:
+            raise ValueError(f"of shape {list(shape)} has {len(raw)} bytes")
         return np.frombuffer(raw, kind).reshape(shape)
-    values = getattr(tensor.contents, CONTENTS[tensor.datatype]) if tensor.datatype in CONTENTS else ()
-    if len(values) != prod(shape):
-        raise bad(f"{what} of shape {list(shape)} has {len(values)} values")
+    values = getattr(tensor.contents, CONTENTS[word]) if word in CONTENTS else ()
+    if len(values) != size:
+        raise ValueError(f"of shape {list(shape)} has {len(values)} values")
     if kind.itemsize < 4 and kind.kind in "iu" and len(values):  # the message has them in 32 bits
         limits = np.iinfo(kind)
         if min(values) < limits.min or max(values) > limits.max:
-            raise bad(f"a value of {what} is too large for {tensor.datatype}")
+            raise ValueError(f"has a value that is too large for {word}")
     return np.array(values, kind).reshape(shape)
 
 

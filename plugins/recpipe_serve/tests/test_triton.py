@@ -206,7 +206,7 @@ def test_what_is_wrong_has_a_code_and_a_line(
 def test_a_value_that_its_type_cannot_have_is_refused(ports: tuple[int, int]) -> None:
     message = messages.ModelInferRequest(model_name="m")
     message.inputs.add(name="b", datatype="UINT8", shape=[1]).contents.uint_contents.extend([256])
-    with pytest.raises(grpc.RpcError, match="a value of input 'b' is too large for UINT8"):
+    with pytest.raises(grpc.RpcError, match="input 'b' has a value that is too large for UINT8"):
         calls(ports[1]).ModelInfer(message)
 
 
