@@ -158,6 +158,37 @@ def test_a_canary_answers_its_share_and_is_told_by_its_version(
         assert page(port, "/v2/models/ctr/versions/2/monitor")["samples"]["window"] == 12
 
 
+def test_over_grpc_the_response_has_the_version_that_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grpc = pytest.importorskip("grpc", reason="recpipe[grpc] is not installed")
+    stubs = pytest.importorskip("tritonclient.grpc.service_pb2_grpc", reason="recpipe[grpc] is not installed")
+    from recpipe_serve.grpc.listener import answering, at, reserved_port
+    from recpipe_serve.grpc.messages import read_response, write_request
+    from recpipe_serve.grpc.service import InferenceService
+
+    put(tmp_path, "ctr", 1)
+    put(tmp_path, "ctr", 2)
+    (tmp_path / "ctr" / "routes.yaml").write_text("version: 1\ncanary: {version: 2, share: 0.5}")
+    monkeypatch.setattr(models, "ServedPackage", Package)
+    repository = Repository(tmp_path, ServeConfig())
+    tensors = {"dense": np.array([[1, 2], [3, 4.5]], np.float32)}
+    tensors |= {"a": np.array([7, 49]), "b": np.array([0, 8])}
+    with reserved_port("127.0.0.1", 0) as held:
+        address = at("127.0.0.1", held.getsockname()[1])
+        around = answering(InferenceService(repository), address, 2**20, 5)
+        with listening(repository, around), grpc.insecure_channel(address) as channel:
+            infer = stubs.GRPCInferenceServiceStub(channel).ModelInfer
+            answers = [infer(write_request("ctr", tensors)) for _ in range(4)]
+            own = infer(write_request("ctr", tensors, "2"))
+            with pytest.raises(grpc.RpcError, match="no version 3 of 'ctr' here"):
+                infer(write_request("ctr", tensors, "3"))
+    assert [answer.model_version for answer in (*answers, own)] == ["1", "2", "1", "2", "2"]
+    for answer in (*answers, own):
+        scores = read_response(answer).values["score"]
+        assert scores.tolist() == (int(answer.model_version) * SCORES).tolist()
+
+
 def test_a_shadow_scores_its_share_and_clients_see_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
