@@ -260,7 +260,7 @@ class Delta:
                 keys, rows = found["keys"], found["rows"]
                 most = min(f["rows"] for f in manifest["sparse"] if f.get("map") == name)
                 fits = keys.dtype == torch.int64 and rows.dtype == torch.int32 and keys.dim() == 1
-                fits = fits and keys.shape == rows.shape and bool((keys.diff() > 0).all())
+                fits = fits and keys.shape == rows.shape and bool((keys[1:] > keys[:-1]).all())
                 fits = fits and bool(((rows == -1) | ((rows > score.DEFAULT_ROW) & (rows < most))).all())
                 fits = fits and (not len(keys) or int(keys[0]) != score.MISSING_KEY)
             if not fits:

@@ -454,6 +454,21 @@ def test_a_map_with_changed_ids_finds_what_a_new_one_does() -> None:
     assert RowMap(*made)(torch.tensor([8, 9, 1, -(2**63)])).tolist() == [1, 5, 3, 0]
 
 
+def test_keys_may_be_further_apart_than_an_integer_can_say(tmp_path: Path) -> None:
+    """As few hashed ones are; others than ascending ones are refused."""
+    manifest = {"maps": {"t": {}}, "sparse": [{"name": "f", "rows": 9, "map": "t"}]}
+    for number, keys in enumerate(([-(2**62) - 5, 2**62 + 5], [7, 3])):
+        version = Version("b" * 64, number, "b" * 64, 1)
+        change = Change(2, 0.0, 0.0, {}, {"t": (np.array(keys), np.array([2, 3]))}, {})
+        delta = Delta.read(write_delta(tmp_path, version, change).directory)
+        if number:
+            with pytest.raises(UserError, match="has other ids than the package's map 't'"):
+                list(delta.ids(manifest))
+        else:
+            ((name, found, rows),) = delta.ids(manifest)
+            assert (name, found.tolist(), rows.tolist()) == ("t", keys, [2, 3])
+
+
 def test_what_a_package_has_come_to_is_in_its_manifest() -> None:
     applied = {"base": "b" * 64, "sequence": 7, "digest": "d" * 64}
     assert Version.of({"step": 3}, "a" * 64) == Version("a" * 64, 0, "a" * 64, 3)
