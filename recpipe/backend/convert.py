@@ -6,7 +6,7 @@
 Module objects get an attribute ``forward``, which precedes that of their class. It uses the back end if the
 module runs on float32 [B, N] of that device (or under autocast to bfloat16). In all other cases it calls the
 class's: for other shapes, types, devices and empty batches, while a program is traced, and if a hook watches
-the inputs or outputs of a member.
+the inputs or outputs of a member. What watches torch's operators sees them in place of compiled loops.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
     ):
         part = f"dot {sparse.shape[1]}x{sparse.shape[2]}"
         way = "cpu" if chooser is None else chooser.way(part, len(dense))
-    if way == "loops" and dtype is torch.float32:
+    if way == "loops" and dtype is torch.float32 and not private_api.operators_are_watched():
         return pair_products(dense, sparse, is_spent(sparse))
     if way != "plain":
         return interact(dense, sparse, is_padded(sparse))
@@ -178,7 +178,7 @@ def _cross_net(module: Any, chooser: Chooser, input: Any) -> Any:
         part = f"cross {input.shape[1]}-{module._low_rank} x{module._num_layers}"
         way = chooser.way(part, len(input))
         if way != "plain":
-            return cross(input, module, way == "loops")
+            return cross(input, module, way == "loops" and not private_api.operators_are_watched())
     return type(module).forward(module, input)
 
 

@@ -29,6 +29,7 @@ with private_names():
         is_compiled,
         linear_pointwise,
         onednn_takes_bfloat16,
+        operators_are_watched,
         steps_are_watched,
     )
     from recpipe.private_api.ids import HostIds

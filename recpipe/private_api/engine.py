@@ -59,6 +59,11 @@ def global_hooks() -> int:
     return sum(len(hooks) for hooks in _HOOKS) + int(_function_modes()) + int(_dispatch_modes())
 
 
+def operators_are_watched() -> bool:
+    """Whether a mode of this thread sees each of torch's operators, such as what counts them."""
+    return bool(_dispatch_modes())
+
+
 def add_to_each(numbers: list[torch.Tensor], value: int) -> None:
     """Add ``value`` to each tensor in one call."""
     if numbers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchrec.models.dlrm import InteractionArch
 
 from recpipe.backend import pairs
@@ -118,6 +119,14 @@ def test_gradients_can_be_differentiated() -> None:
         return torch.autograd.grad(sum(g.square().sum() for g in first), given)[1]
 
     torch.testing.assert_close(norm(pairs.pair_products), norm(plain_interaction), rtol=1e-4, atol=1e-4)
+
+
+def test_what_counts_operations_sees_them() -> None:
+    (dense, rows), module = inputs(5, 16), InteractionArch(4)
+    convert(module, {"dot 4x16": {str(torch.get_num_threads()): {"37": "loops"}}}, measured_only=True)
+    with FlopCounterMode(display=False) as counter:
+        module(dense, rows)
+    assert counter.get_total_flops() == 2 * 37 * 5 * 5 * 16
 
 
 def test_torchrec_s_module_is_made_by_them_where_they_were_faster(monkeypatch: pytest.MonkeyPatch) -> None:
