@@ -52,7 +52,7 @@ def test_least_latency_takes_as_few_shards_as_the_slowest_one_allows() -> None:
     assert on(named_plan("latency", FACTS, 4, None, False), 4) == [set(FACTS), set(), set(), set()]
     roomy = named_plan("latency", FACTS, 4, 64 * 110, False)
     assert [bool(own) for own in on(roomy, 4)] == [True, True, True, False]
-    heavy = facts(a=(100, 900.0, 0), b=(60, 800.0, 0), c=(50, 1.0, 0))
+    heavy = facts(a=(100, 90.0, 0), b=(60, 80.0, 0), c=(50, 1.0, 0))
     assert on(named_plan("latency", heavy, 3, None, False), 3) == [{"a"}, {"b", "c"}, set()]
     with pytest.raises(UserError, match="no shard has so much left"):
         named_plan("latency", FACTS, 2, 64 * 110, False)

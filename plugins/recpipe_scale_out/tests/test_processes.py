@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recpipe_scale_out.command import cut
+from recpipe_scale_out.command import cut, shard_command
 from recpipe_scale_out.config import CutConfig
 from recpipe_serve.batching.scorer import RequestScorer, Side
 
@@ -35,6 +35,7 @@ pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed"
 from recpipe_scale_out.calls import ShardCalls
 from recpipe_scale_out.cutting import MAIN, shard_folder
 from recpipe_scale_out.dense import ShardedScorer
+from recpipe_scale_out.rows import Rows
 from recpipe_scale_out.tests.answering import shards
 
 WORDS = (
@@ -187,6 +188,58 @@ def test_processes_answer_as_one_server_and_a_lost_shard_comes_back(
         lost = re.search(r"^recpipe_shards_lost ([\d.]+)$", own.figures(), re.MULTILINE)
         assert lost is not None
         assert float(lost[1]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "needs the number of servers that hold the tables: shards=N"),
+        (("shards=2", "plans=load"), "has no plans; it has shards, plan"),
+        (("shards=2", "memory=10%"), "memory=10%: give bytes, such as 8GiB"),
+        (("shards=0",), "shard.shards=0"),
+        (("shards=2", "plan=size"), "plan=size is unknown"),
+        (("shards=2", "plan=load"), "does not say how often table"),
+    ],
+)
+def test_words_that_are_wrong_are_a_line(package: Path, tmp_path: Path, words: Any, why: str) -> None:
+    with pytest.raises(UserError, match=re.escape(why)):
+        shard_command([str(package), str(tmp_path / "cut"), *words])
+    assert not (tmp_path / "cut").exists()
+
+
+def test_parts_are_signed_as_a_package_is(package: Path, tmp_path: Path) -> None:
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    def keys(name: str) -> tuple[Path, Path]:
+        own, (mine, theirs) = (
+            Ed25519PrivateKey.generate(),
+            (tmp_path / f"{name}.pem", tmp_path / f"{name}.pub"),
+        )
+        pem = serialization.Encoding.PEM
+        no_password = serialization.NoEncryption()
+        mine.write_bytes(own.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+        spki = serialization.PublicFormat.SubjectPublicKeyInfo
+        theirs.write_bytes(own.public_key().public_bytes(pem, spki))
+        return mine, theirs
+
+    (mine, public), (_, others) = keys("mine"), keys("others")
+    cut(package, tmp_path / "cut", CutConfig(1, sign=str(mine)))
+    main, shard = tmp_path / "cut" / MAIN, tmp_path / "cut" / shard_folder(0)
+    read_manifest(main, public, sharded=True)
+    assert len(Rows(shard, public).lookups) == 3
+    with pytest.raises(UserError, match="by the key that belongs to trust"):
+        read_manifest(main, others, sharded=True)
+    with pytest.raises(UserError, match="by the key that belongs to trust"):
+        Rows(shard, others)
+
+
+@pytest.mark.soak
+def test_workers_ask_shards_each_for_itself(package: Path, in_two: Path, tmp_path: Path) -> None:
+    alone = RequestScorer(Scorer(package))
+    with fleet(in_two, tmp_path, 2, "workers=2") as own:
+        for seed in range(8):
+            assert own.ask(seed)[1]["outputs"][0]["data"] == scored(alone, seed)
 
 
 @pytest.mark.soak
