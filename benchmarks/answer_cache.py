@@ -201,8 +201,7 @@ def served(folder: Path, run: Path, package: Path, options: argparse.Namespace, 
     told: dict[str, Any] = {}
     for number in range(options.rounds):
         for way, (name, words) in enumerate(ways.items()):
-            half = rates["model"][0] / 2 if rates["model"] else None
-            for what in ("rate", "half") if half else ("rate",):
+            for what in ("rate", "half"):
                 port = PORT + 8 * number + 2 * way + (what == "half")
                 command = [
                     sys.executable,
@@ -217,7 +216,7 @@ def served(folder: Path, run: Path, package: Path, options: argparse.Namespace, 
                 side = Side(name, command, port, [], says="serving")
                 with running([side], folder):  # a new one each time: its cache is empty
                     side.signal(signal.SIGCONT)
-                    at = np.zeros(len(requests)) if what == "rate" else np.arange(len(requests)) / (half or 1)
+                    at = np.arange(len(requests)) * (2 / rates["model"][0] if what == "half" else 0.0)
                     load = open_loop(port, requests, at, CONNECTIONS)
                     if load.failed:
                         raise SystemExit(f"{name}: {load.failed} requests failed")
