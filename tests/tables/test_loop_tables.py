@@ -78,6 +78,24 @@ def test_features_that_share_a_table_make_one_step(kind: Kind, optimizer: str, u
     assert difference(dump(made), expected(kind, optimizer)) <= TOLERANCE[optimizer]
 
 
+@pytest.mark.parametrize("kind", [SUMS, SEQUENCES], ids=lambda kind: kind.name)
+def test_threads_share_the_work_to_the_same_bits(monkeypatch, kind: Kind, updates) -> None:
+    """No row is updated by two: a table's lookups stay together."""
+    monkeypatch.setattr(loop_tables, "LEAST", 64)
+    dumps, calls = [], []
+    for threads in (1, 2, 3):
+        tables = by_loops(kind.tables("rowwise_adagrad"))
+        tables.kernel.threads = threads
+        made = ResidentCollection(tables, CPU)
+        train_on(made, kind, batches())
+        dumps.append(dump(made))
+        calls.append(len(updates))
+        updates.clear()
+    assert all(identical(dumps[0], other) for other in dumps[1:])
+    assert calls[0] == BATCHES
+    assert (calls[1] > BATCHES) is kind.pooled, "rows that are not pooled are in one table"
+
+
 def test_a_lookup_that_is_not_added_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the comparisons."""
     right = loop_tables.update_rows
