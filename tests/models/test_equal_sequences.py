@@ -64,8 +64,8 @@ def test_all_that_counts_goes_into_theirs(peers: Any, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equal_weights_give_equal_vectors(peers: Any, name: str) -> None:
     assert META is not None
-    apart, spread = peers.equal_sequences.compared(peers.equal_sequences.CASES[name], PYTHON, Path(META))
-    assert apart < 1e-5 < 0.1 < spread
+    found = peers.equal_sequences.compared(peers.equal_sequences.CASES[name], PYTHON, Path(META))
+    assert found.difference < 1e-5 < 0.1 < found.spread
 
 
 def test_ranks_are_among_all_items_that_training_has(peers: Any) -> None:
