@@ -56,6 +56,7 @@ def test_workers_of_a_killed_supervisor_remove_its_folder(
     monkeypatch.setenv(DIRECTORY, str(folder))
     sockets = [os.dup(file.fileno()) for file in worker.socket.socketpair()]
     about = {"sockets": sockets, "directory": ".", "config": {}, "name": "", "number": 0}
+    about |= {"plugins": [], "at": None}
     monkeypatch.setattr(sys, "argv", ["worker", worker.json.dumps(about)])
     parents = iter([100, 1 if killed else 100])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
