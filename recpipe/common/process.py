@@ -209,17 +209,17 @@ def calm_threads() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-LEAST_PRIORITY = 19
-"""The nice value of what has a core only where nobody else wants it."""
+LOW_PRIORITY = 10
+"""The nice value of what lets others go first: beside one that wants all of a core it has a tenth of it."""
 
 
 def give_way() -> None:
-    """Let all others have the cores before the calling thread, for good.
+    """Let others have the cores before the calling thread, for good.
 
     It should hold Python's lock for moments alone: whoever waits for the lock waits for a thread that waits
     for a core.
     """
-    os.setpriority(os.PRIO_PROCESS, get_native_id(), LEAST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, get_native_id(), LOW_PRIORITY)
 
 
 def imported_from(where: str) -> Any:

@@ -117,6 +117,7 @@ class Follower:
 
     async def run(self) -> None:
         """Look for deltas until it is cancelled."""
+        await self._by_thread(self.reader.begin)
         while True:
             await asyncio.sleep(self.config.poll_seconds)
             try:

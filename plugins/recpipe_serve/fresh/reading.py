@@ -25,7 +25,7 @@ from safetensors.torch import save
 
 from recpipe.answers import score
 from recpipe.answers.delta import Delta
-from recpipe.common.process import LEAST_PRIORITY
+from recpipe.common.process import LOW_PRIORITY
 from recpipe.errors import UserError
 
 log = logging.getLogger("recpipe")
@@ -104,6 +104,9 @@ class Reads(Protocol):
         self, manifest: Mapping[str, Any], like: Mapping[str, torch.Tensor], trust: Path | None
     ) -> None: ...
 
+    def begin(self) -> None:
+        """Be ready to read soon."""
+
     def read(self, directory: Path) -> ReadDelta:
         """The delta in ``directory``; ``UserError`` for one that is damaged, or has other tables, ids or
         parameters than the package."""
@@ -119,6 +122,9 @@ class DeltaReader:
         self, manifest: Mapping[str, Any], like: Mapping[str, torch.Tensor], trust: Path | None
     ) -> None:
         self.manifest, self.like, self.trust = manifest, like, trust
+
+    def begin(self) -> None:
+        """It is."""
 
     def read(self, directory: Path) -> ReadDelta:
         """See ``Reads``."""
@@ -139,8 +145,8 @@ class DeltaReader:
 
 
 class ReaderProcess:
-    """Has a process read, which is started with the first delta, and again if it has died; see ``Reads``.
-    One thread reads; any may close."""
+    """Has a process read, which is started again if it has died; see ``Reads``. One thread begins and reads;
+    any may close."""
 
     def __init__(
         self, manifest: Mapping[str, Any], like: Mapping[str, torch.Tensor], trust: Path | None
@@ -152,6 +158,11 @@ class ReaderProcess:
         self._channel: socket.socket | None = None
         self._closed = False
 
+    def begin(self) -> None:
+        """Start the process, whose imports take seconds."""
+        if self._channel is None and not self._closed:
+            self._channel = self._start()
+
     def read(self, directory: Path) -> ReadDelta:
         """See ``Reads``."""
         for _ in range(2):
@@ -160,6 +171,8 @@ class ReaderProcess:
             found = self._asked(directory)
             if found is not None:
                 return found
+            if self._process is None:
+                continue
             status = self._ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             if not self._closed:
@@ -175,8 +188,9 @@ class ReaderProcess:
 
     def _asked(self, directory: Path) -> ReadDelta | None:
         """The delta; None if the process has died."""
+        self.begin()
         if self._channel is None:
-            self._channel = self._start()
+            return None
         try:
             self._channel.send(os.fsencode(directory))
             message, files, *_ = socket.recv_fds(self._channel, LARGEST, 1)
@@ -204,7 +218,7 @@ class ReaderProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             with suppress(OSError):  # it has ended already
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, LEAST_PRIORITY)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, LOW_PRIORITY)
         finally:
             its.close()
             os.close(told)
