@@ -3,15 +3,13 @@
     python benchmarks/lambda_learner.py [--rounds 5] [--seconds 4] [--rate 100] [--json FILE]
 
 1. Entities updated in a second of CPU time, one thread, 8 events each: by ``Effect.learn``, rows read from
-and written
-   to its store, and by the formula as LinkedIn's lambda-learner computes it, one entity after the other: the
-   loss and its gradient in numpy, scipy's L-BFGS, then the Hessian. D = 16 and 64 coefficients, full and
-   diagonal. In turn.
+   and written to its store, and by the formula as LinkedIn's lambda-learner computes it, one entity after the
+   other: the loss and its gradient in numpy, scipy's L-BFGS, then the Hessian. D = 16 and 64 coefficients,
+   full and diagonal. In turn.
 2. A package with effects, served: p50 and p99 of requests of 64 candidates that arrive at random ``--rate``
-times a
-   second, without learning and while bodies of 64 labelled events are posted 20 times a second, in turn. A
-   package of the same model without effects is measured beside it. A C++ compiler and recpipe[serve] are
-   needed.
+   times a second, without learning and while bodies of 64 labelled events are posted 20 times a second, in
+   turn. A package of the same model without effects is measured beside it. A C++ compiler and recpipe[serve]
+   are needed.
 """
 
 from __future__ import annotations
