@@ -16,7 +16,13 @@ from typing import NoReturn
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 from recpipe.commands import command, listed
 from recpipe.common.console import Stdout
-from recpipe.common.process import calm_threads, hide_known_warnings, importing, quiet_libraries
+from recpipe.common.process import (
+    SPREAD,
+    calm_threads,
+    hide_known_warnings,
+    importing,
+    quiet_libraries,
+)
 from recpipe.common.versions import versions
 from recpipe.errors import ThroughHydra, UserError, shown
 
@@ -101,9 +107,11 @@ def main() -> None:
 
 
 def _left_running() -> list[threading.Thread]:
-    """The threads that Python would wait for before the process ends."""
+    """The threads that Python would wait for before the process ends, but for those of loops: they end when
+    it does, and whoever has given them work is waiting for it."""
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    return [thread for thread in others if not thread.daemon and thread.is_alive()]
+    alive = (thread for thread in others if not thread.daemon and thread.is_alive())
+    return [thread for thread in alive if not thread.name.startswith(SPREAD)]
 
 
 def _end_in_time(status: int) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from recpipe.common.console import log
 from recpipe.common.instructions import instructions
 from recpipe.common.own_cache import CACHE_HOME, own_folder, private_files, user_cache_dir
+from recpipe.common.process import SPREAD
 from recpipe.common.vectors import vectors
 from recpipe.errors import UserError, shown
 
@@ -214,7 +215,7 @@ class Spread:
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
-        self._others = ThreadPoolExecutor(count - 1, "recpipe-spread") if count > 1 else None
+        self._others = ThreadPoolExecutor(count - 1, SPREAD) if count > 1 else None
 
     @classmethod
     def beside(cls, device: torch.device) -> Spread:

@@ -15,6 +15,9 @@ from threading import Lock, get_native_id
 from time import perf_counter
 from typing import Any
 
+SPREAD = "recpipe-spread"
+"""What the names of the threads begin with that compiled loops are spread over (``common/loops.py``)."""
+
 
 class Shared:
     """State that ``make`` sets up. The first user, in any thread, sets it up; the last one undoes it."""

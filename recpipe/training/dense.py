@@ -239,10 +239,14 @@ def try_out(config: Mapping[str, Any], device: torch.device) -> None:
         matrix, vector = (nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 2), (2,)))
         try:
             _try(group, [matrix, vector])
-        except UserError:
-            if len(groups) == 1:
-                raise
+        except UserError as fault:
             _try(group, [matrix])
+            if len(groups) == 1:
+                raise UserError(
+                    f"{group.where}: {_called(group.kind)} trains matrices alone, and the dense part has "
+                    "vectors, too: give those an optimizer of their own, "
+                    "optim.dense.groups=[{match: ['*.bias', '*norm*'], name: AdamW, lr: 0.001}]"
+                ) from fault
 
 
 def _try(group: DenseGroup, parameters: list[nn.Parameter]) -> None:

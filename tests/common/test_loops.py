@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from time import sleep
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import TypeAliasType
 
+from recpipe import cli
 from recpipe.common.instructions import (
     LANES,
     LINE,
@@ -26,7 +28,7 @@ from recpipe.common.instructions import (
     put_part,
     upper_product,
 )
-from recpipe.common.loops import _argument_types, compiled, load_loops
+from recpipe.common.loops import Spread, _argument_types, compiled, load_loops
 from recpipe.errors import UserError
 from tests.processes import ROOT
 
@@ -246,3 +248,13 @@ def test_loops_can_stay_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     load_loops()
     assert added(1, 2) == 3
+
+
+def test_idle_threads_of_loops_are_not_waited_for_by_a_command_that_ends() -> None:
+    before = set(cli._left_running())
+    spread, others = Spread(2), ThreadPoolExecutor(1, "plugin")
+    assert spread.map(len, ["a", "bc"]) == [1, 2]
+    others.submit(len, "a").result()
+    assert [thread.name for thread in set(cli._left_running()) - before] == ["plugin_0"]
+    others.shutdown()
+    spread.close()

@@ -174,6 +174,8 @@ def test_muon_trains_matrices_and_another_class_the_rest() -> None:
     pairs = zip(stepped_by(made, mine, 3), stepped_by(later, again, 3), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs), "its state is that of all parts"
     try_out(MUON, torch.device("cpu"))
+    with pytest.raises(UserError, match="optim.dense: .*Muon trains matrices alone.*optim.dense.groups="):
+        try_out({"name": "Muon", "lr": 0.02}, torch.device("cpu"))
     with pytest.raises(UserError, match="optim.dense: torch.optim.Muon does not take .*only supports 2D"):
         dense_optimizer({"name": "Muon"}, mine.parameters(), NAMES)
     with pytest.raises(UserError, match="optim.dense._target_: torch.nn.Linear is no torch.optim.Optimizer"):
