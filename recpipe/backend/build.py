@@ -186,7 +186,7 @@ def build_backend(
         leads = trainers.index == 0
         # Rows of several trainers, or in TorchRec's shards, are updated by other means.
         apart = several or any(tables.sends for tables in groups)
-        tables = set() if apart else table_parts(model.embeddings.tables)
+        tables = set() if apart else {part for _, part in table_parts(model.embeddings.tables)}
         own = calibrated(model.module, batch_size, counts, cache_dir, tables) if leads else {}
         first, *_ = trainers.gather(np.frombuffer(json.dumps(own).encode(), np.uint8))
         choices = checked(json.loads(first.tobytes()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -15,32 +16,42 @@ from recpipe.plugin.tables import Kernel, Table, TableOptimizer, TableSet
 from recpipe.tables.groups import ModelTables
 from recpipe.tables.resident import ALMOST_NO_RATE, FEW_BYTES, ResidentCollection
 
+LARGEST = 1 << 30
+"""More samples than a batch has: the choice is that of the largest batch measured, which is the run's."""
 
-def part_of(tables: TableSet) -> str | None:
-    """The signature of a group of tables that loops may look up: its features, dimension and optimizer; None:
-    there are none for it."""
+
+def table_parts(tables: ModelTables) -> list[tuple[TableSet, str]]:
+    """The groups that loops may look up, each with a signature: how many features there are of its dimension
+    and optimizer, whatever groups they are in, the dimension and the optimizer.
+
+    Updates by loops round otherwise than FBGEMM's. So what is chosen does not depend on how a plugin groups
+    the tables, nor on how many ids a group is asked for: a run with it would differ from one without.
+    """
+    own = [group.tables for group in tables.groups if _may_have_loops(group.tables)]
+    features = Counter(kind for each in own for kind in [_kind(each)] * len(each.features))
+    return [(each, f"tables {features[_kind(each)]}x{each.dim} {each.optimizer.name}") for each in own]
+
+
+def _may_have_loops(tables: TableSet) -> bool:
     own = tables.optimizer
-    if own.frozen or not own.fused or tables.weighted or tables.storage is not DataType.FP32:
-        return None
-    return f"tables {len(tables.features)}x{tables.dim} {own.name}"
+    return not own.frozen and own.fused and not tables.weighted and tables.storage is DataType.FP32
 
 
-def table_parts(tables: ModelTables) -> set[str]:
-    """The signatures of all groups."""
-    return {part for group in tables.groups if (part := part_of(group.tables)) is not None}
+def _kind(tables: TableSet) -> tuple[int, str]:
+    return tables.dim, tables.optimizer.name
 
 
 def choose_kernels(tables: ModelTables, chooser: Chooser | None) -> None:
     """Let each group's tables be looked up as ``chooser`` says; None: all by FBGEMM."""
-    for own in (group.tables for group in tables.groups):
-        part = part_of(own)
-        own.kernel.faster, own.kernel.threads = None, torch.get_num_threads()
-        if chooser is not None and part is not None:
-            own.kernel.faster = partial(_loops_are_faster, chooser, part, len(own.features))
+    for group in tables.groups:
+        group.tables.kernel.faster, group.tables.kernel.threads = None, torch.get_num_threads()
+    for own, part in table_parts(tables):
+        if chooser is not None:
+            own.kernel.faster = partial(_loops_are_faster, chooser, part)
 
 
-def _loops_are_faster(chooser: Chooser, part: str, features: int, lookups: int) -> bool:
-    return chooser.way(part, max(1, lookups // features)) == "loops"
+def _loops_are_faster(chooser: Chooser, part: str) -> bool:
+    return chooser.way(part, LARGEST) == "loops"
 
 
 class TableStep:
@@ -61,7 +72,7 @@ class TableStep:
         self._gradient = torch.randn(lookups, features * dim)
 
     def __call__(self, by_loops: bool) -> None:
-        self.kernel.faster = (lambda lookups: True) if by_loops else None
+        self.kernel.faster = (lambda: True) if by_loops else None
         found = self._tbe(self._ids, self._offsets)
         with using_threads(1):  # as a step has it
             torch.autograd.backward(found, self._gradient)

@@ -248,14 +248,15 @@ class Kernel:
     """What looks up and updates the rows of a group's tables on a CPU, where there are loops of recpipe's own
     beside FBGEMM's kernels."""
 
-    faster: Callable[[int], bool] | None = None
-    """Whether loops are faster for so many ids; None: FBGEMM does all."""
+    faster: Callable[[], bool] | None = None
+    """Whether loops are faster; None: FBGEMM does all."""
     threads: int = 1
     """How many threads loops share their work among, in steps that leave the other cores idle meanwhile."""
 
-    def by_loops(self, lookups: int) -> bool:
-        """Whether loops look up so many ids, and update their rows."""
-        return self.faster is not None and self.faster(lookups)
+    @property
+    def by_loops(self) -> bool:
+        """Whether loops look up ids, and update their rows."""
+        return self.faster is not None and self.faster()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The sums of the features' bags, float32 [B, F * D]."""
-        if per_sample_weights is None and self.kernel.by_loops(len(indices)):
+        if per_sample_weights is None and self.kernel.by_loops:
             made: torch.Tensor = _ByLoops.apply(self._anchor, self, indices, offsets)  # type: ignore[no-untyped-call]
             return made
         found: torch.Tensor = super().forward(indices, offsets, per_sample_weights)

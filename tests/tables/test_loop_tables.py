@@ -10,9 +10,12 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType
 
+from recpipe.backend.chain import Chooser
+from recpipe.backend.table_kernels import choose_kernels, table_parts
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables import loop_tables
 from recpipe.tables.fused_update import KINDS
+from recpipe.tables.groups import ModelTables
 from recpipe.tables.loop_tables import LoopTables
 from recpipe.tables.resident import ResidentCollection
 from tests.tables import samples
@@ -22,7 +25,7 @@ from tests.tables.samples import CPU, FEATURES, difference, dump, identical, str
 
 
 def by_loops(tables: TableSet) -> TableSet:
-    tables.kernel.faster = lambda lookups: True
+    tables.kernel.faster = lambda: True
     return tables
 
 
@@ -66,7 +69,7 @@ def test_lookups_have_the_bits_of_fbgemm() -> None:
         mine = collection.lookup(sparse).detach()
         collection.tables.kernel.faster = None
         assert torch.equal(mine, collection.lookup(sparse))
-        collection.tables.kernel.faster = lambda lookups: True
+        collection.tables.kernel.faster = lambda: True
 
 
 @pytest.mark.parametrize("kind", [SUMS, SEQUENCES], ids=lambda kind: kind.name)
@@ -170,3 +173,17 @@ def test_many_lookups_of_few_rows() -> None:
     assert max(np.abs(dumps[0][name] - dumps[1][name]).max() for name in dumps[0]) < 1e-3
     relative = [np.abs(dumps[0][name] / dumps[1][name] - 1).max() for name in dumps[0]]
     assert max(relative) < 1e-5
+
+
+def test_how_tables_are_grouped_changes_nothing_about_what_computes_them() -> None:
+    whole = ModelTables.single(table_set())
+    apart = whole.split(lambda name: name)
+    assert len(apart.groups) > len(whole.groups) == 1
+    ((_, part),) = table_parts(whole)
+    assert {of for _, of in table_parts(apart)} == {part}, "a plugin that splits them would round otherwise"
+    measured = {part: {str(torch.get_num_threads()): {"64": "plain", "512": "loops"}}}
+    for tables in (whole, apart):
+        choose_kernels(tables, Chooser(measured, True))
+        assert all(group.tables.kernel.by_loops for group in tables.groups)
+        choose_kernels(tables, None)
+        assert not any(group.tables.kernel.by_loops for group in tables.groups)

@@ -137,7 +137,8 @@ def learn_and_save(folder: Path, last: int) -> Effects:
     return effects
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [20])
 def test_killed_at_any_moment_it_goes_on_as_if_it_had_not_been(kills: int, tmp_path: Path) -> None:
     def number() -> int:
         return newest_effects(tmp_path)[1].number if any(tmp_path.glob("effects/[0-9]*")) else 0
