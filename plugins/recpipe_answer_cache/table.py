@@ -22,10 +22,14 @@ rows had changed, and requests so far."""
 _SET, _NONE = np.uint64(32), np.uint64(0)
 
 
+def _set_of(first: Any, rows: Any) -> Any:
+    """The first row of the set of a digest, in a table of so many rows."""
+    return np.int64(((first >> _SET) * np.uint64(rows // WAYS)) >> _SET) * WAYS
+
+
 def _row(keys: Any, used: Any, first: Any, second: Any) -> Any:
     """The row of a digest; -1: it has none."""
-    sets = np.uint64(len(used) // WAYS)
-    begin = np.int64(((first >> _SET) * sets) >> _SET) * WAYS
+    begin = _set_of(first, len(used))
     for row in range(begin, begin + WAYS):
         if used[row] > 0 and keys[2 * row] == first and keys[2 * row + 1] == second:
             return row
@@ -34,8 +38,7 @@ def _row(keys: Any, used: Any, first: Any, second: Any) -> Any:
 
 def _room(keys: Any, used: Any, counts: Any, first: Any, second: Any) -> Any:
     """The row of a digest that has none, which may have been another's."""
-    sets = np.uint64(len(used) // WAYS)
-    begin = np.int64(((first >> _SET) * sets) >> _SET) * WAYS
+    begin = _set_of(first, len(used))
     oldest: Any = begin
     for row in range(begin, begin + WAYS):
         if used[row] < used[oldest]:
