@@ -20,10 +20,9 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from recpipe.answers import score
-from recpipe.answers.manifest import PrivateKey, require_signed_file
+from recpipe.answers.manifest import PrivateKey, read_sealed
 from recpipe.common.files import sync
-from recpipe.common.saved import read_json
-from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
+from recpipe.common.validation import STRICT, Count, Positive, one_of
 from recpipe.errors import UserError
 
 MANIFEST, DIGEST, SIGNATURE = "shard.json", "shard.sha256", "shard.sig"
@@ -82,23 +81,17 @@ def read_shard(directory: Path, trust: Path | None = None) -> Content:
     """What a shard's directory holds, all of whose files are whole; ``UserError`` names what is not, and what
     the owner of the public key ``trust`` has not signed."""
     file = directory / MANIFEST
+    content: Content
+    content, _ = read_sealed(
+        Content,
+        directory,
+        (MANIFEST, DIGEST, SIGNATURE),
+        "a shard",
+        absent="make shards with 'recpipe shard PACKAGE DIRECTORY shards=N'",
+        remedy="cut the package anew",
+        trust=trust,
+    )
     try:
-        text, told = file.read_bytes(), (directory / DIGEST).read_bytes()
-    except OSError as fault:
-        raise UserError(
-            f"cannot read {fault.filename}: {fault.strerror}; make shards with 'recpipe shard PACKAGE "
-            "DIRECTORY shards=N'"
-        ) from fault
-    if told != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
-        raise UserError(f"{file} is not as it was written ({DIGEST}): cut the package anew")
-    if trust is not None:
-        require_signed_file(file, directory / SIGNATURE, trust)
-    try:
-        content: Content = fitted(Content, read_json(file), str(file))
-    except (OSError, ValueError) as fault:
-        raise UserError(f"{file} is no manifest of a shard ({fault}): cut the package anew") from fault
-    try:
-        score.check_files(directory, content["files"], (MANIFEST, DIGEST, SIGNATURE))
         with score.readable(directory):
             about: dict[str, Any] = {**content, "sparse": [], "lookups": []}
             score.check_tables(directory, about)

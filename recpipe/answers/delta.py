@@ -38,11 +38,10 @@ from typing_extensions import TypedDict
 
 from recpipe.answers import score
 from recpipe.answers.effects import Coefficients
-from recpipe.answers.manifest import PrivateKey, require_signed_file
+from recpipe.answers.manifest import PrivateKey, read_sealed
 from recpipe.common.files import sync
-from recpipe.common.saved import read_json
 from recpipe.common.tensors import save_tensors
-from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
+from recpipe.common.validation import STRICT, Count, Positive, one_of
 from recpipe.errors import UserError, shown
 from recpipe.tables.dynamic.id_map import Figures
 
@@ -188,25 +187,17 @@ class Delta:
     def read(cls, directory: Path, trust: Path | None = None) -> Delta:
         """Check all of ``directory``; ``UserError`` names what is missing or not as it was written, and
         what the owner of the public key ``trust`` has not signed."""
-        file = directory / MANIFEST
+        content: Content
+        content, digest = read_sealed(
+            Content,
+            directory,
+            (MANIFEST, DIGEST, SIGNATURE),
+            "a delta",
+            absent=f"{directory} is no whole delta",
+            remedy="publish it anew",
+            trust=trust,
+        )
         try:
-            text = file.read_bytes()
-            told = (directory / DIGEST).read_bytes()
-        except OSError as fault:
-            raise UserError(
-                f"cannot read {fault.filename}: {fault.strerror}; {directory} is no whole delta"
-            ) from fault
-        digest = hashlib.sha256(text).hexdigest()
-        if told != f"{digest}  {MANIFEST}\n".encode():
-            raise UserError(f"{file} is not as it was written ({DIGEST}): publish it anew")
-        if trust is not None:
-            require_signed_file(file, directory / SIGNATURE, trust)
-        try:
-            content: Content = fitted(Content, read_json(file), str(file))
-        except (OSError, ValueError) as fault:
-            raise UserError(f"{file} is no manifest of a delta ({fault}): publish it anew") from fault
-        try:
-            score.check_files(directory, content["files"], (MANIFEST, DIGEST, SIGNATURE))
             every = content["tables"], content["maps"], content.get("effects", {})
             used = [about["file"] for part in every for about in part.values()]
             for name in (*used, *([content["dense"]] if content["dense"] else ())):

@@ -31,9 +31,11 @@ from recpipe.answers.score import (
     WITH_MAPS,
     WITH_SHARDS,
     PackageError,
+    check_files,
     sealed,
 )
 from recpipe.common.files import sync
+from recpipe.common.saved import read_json
 from recpipe.common.validation import STRICT, Count, Positive, fitted, one_of
 from recpipe.common.versions import FBGEMM, installed_version
 from recpipe.errors import UserError, shown
@@ -368,3 +370,42 @@ class Content(TypedDict):
     effects: NotRequired[list[_Effect]]
     shards: NotRequired[_Shards]
     last_layer: NotRequired[Positive]
+
+
+def read_sealed(
+    kind: Any,
+    directory: Path,
+    names: tuple[str, str, str],
+    what: str,
+    *,
+    absent: str,
+    remedy: str,
+    trust: Path | None,
+) -> tuple[Any, str]:
+    """The manifest of a ``directory``, of this ``kind`` of typed dictionary, and its digest, after all files
+    were found to be as it says (its ``files``).
+
+    ``names``: of the manifest, of what holds its digest as sha256sum writes it, and of its signature, which
+    is asked for if there is a public key to ``trust``. ``UserError`` for the first fault: ``what`` it should
+    be the manifest of, what to do where there is none (``absent``), and else (``remedy``).
+    """
+    manifest, digest, signature = names
+    file = directory / manifest
+    try:
+        text, told = file.read_bytes(), (directory / digest).read_bytes()
+    except OSError as fault:
+        raise UserError(f"cannot read {fault.filename}: {fault.strerror}; {absent}") from fault
+    found = hashlib.sha256(text).hexdigest()
+    if told != f"{found}  {manifest}\n".encode():
+        raise UserError(f"{file} is not as it was written ({digest}): {remedy}")
+    if trust is not None:
+        require_signed_file(file, directory / signature, trust)
+    try:
+        content = fitted(kind, read_json(file), str(file))
+    except (OSError, ValueError) as fault:
+        raise UserError(f"{file} is no manifest of {what} ({fault}): {remedy}") from fault
+    try:
+        check_files(directory, content["files"], names)
+    except PackageError as fault:
+        raise UserError(str(fault)) from fault
+    return content, found
