@@ -109,7 +109,9 @@ class Twice(OfIds):
         self.other = nn.Parameter(torch.linspace(-1, 1, ROWS))
 
     def pooled(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        return super().pooled(ids) * self.user(with_weights(ids, self.other[ids.values()])).values()
+        # The one that is added keeps gradients away from zero, where Adagrad makes a step of their rounding.
+        other = self.user(with_weights(ids, self.other[ids.values()])).values()
+        return super().pooled(ids) * (1.0 + other)
 
 
 class Frozen(OfIds):

@@ -189,14 +189,14 @@ def test_a_replica_answers_for_one_that_is_late_or_gone(whole: list[Path]) -> No
 
 def test_other_shards_and_none_are_refused_at_the_start(whole: list[Path], in_halves: list[Path]) -> None:
     with shards(whole[1], whole[2], in_halves[1]) as (own, _):
-        for given, why in (
-            ([own[1], own[0]], "is not shard 0 of this cut"),
-            ([own[2], own[1]], "is not shard 0 of this cut"),
-            ([own[0]], "addresses of 1 shards, and the package was cut into 2"),
-            ([own[0], "127.0.0.1:1"], "shard 1 does not answer"),
+        for given, seconds, why in (
+            ([own[1], own[0]], 30.0, "is not shard 0 of this cut"),
+            ([own[2], own[1]], 30.0, "is not shard 0 of this cut"),
+            ([own[0]], 30.0, "addresses of 1 shards, and the package was cut into 2"),
+            ([own[0], "127.0.0.1:1"], 2.0, "shard 1 does not answer"),
         ):
             with pytest.raises(UserError, match=why):
-                ShardedScorer(whole[0], ShardCalls([[one] for one in given], 1.0, None), 0.1)
+                ShardedScorer(whole[0], ShardCalls([[one] for one in given], 1.0, None), seconds)
 
 
 @pytest.mark.parametrize("word", ["", "host", "host:port", "a:1,,b:2", "a:1|"])
