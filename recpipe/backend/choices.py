@@ -82,10 +82,13 @@ class Notebook:
     """Choices known for this machine: those that earlier runs saved in ``folder``, and those of this process.
 
     An empty folder gets what this process has measured before, so that runs that keep no files do not measure
-    again each time and round alike.
+    again each time and round alike. What this process has measured for a folder stays its answer, whatever
+    other processes save there meanwhile.
     """
 
     _measured: ClassVar[dict[Host, Choices]] = {}
+    _answered: ClassVar[dict[tuple[Host, Path], Choices]] = {}
+    """What this process has measured for a folder."""
     _disturbed: ClassVar[dict[Host, set[tuple[str, str, str]]]] = {}
     """Signature, threads and samples of answers that were measured while other programs used the machine.
     They serve this process, so that it rounds alike in all its runs, and are not saved."""
@@ -98,8 +101,9 @@ class Notebook:
         mine = self._measured.get(self.host, {})
         self.known = copy.deepcopy(self._there or mine)
         for signature, threads, samples in self._disturbed.get(self.host, ()):
-            sizes = self.known.setdefault(signature, {}).setdefault(threads, {})
-            sizes.setdefault(samples, mine[signature][threads][samples])
+            _sizes(self.known, signature, threads)[samples] = mine[signature][threads][samples]
+        self._mine = self._answered.setdefault((self.host, folder), {})
+        _add(self._mine, self.known)
         self._new: set[tuple[str, str, str]] = set()
         """Answers measured since the last ``keep``."""
         self._began: Load | None = None
@@ -108,14 +112,14 @@ class Notebook:
 
     def answer(self, signature: str, threads: int, samples: int, measure: Callable[[], str]) -> str:
         """The faster way, measured if it is not known."""
-        known = self.known.setdefault(signature, {}).setdefault(str(threads), {})
+        known = _sizes(self.known, signature, str(threads))
         if str(samples) not in known:
             if not Notebook._said:
                 _log.info("measuring what is fast on this machine; later runs take it from %s", self.folder)
             Notebook._said = True
             if not self._new:
                 self._began, self._since = Load.now(), perf_counter()
-            known[str(samples)] = measure()
+            known[str(samples)] = _sizes(self._mine, signature, str(threads))[str(samples)] = measure()
             self._new.add((signature, str(threads), str(samples)))
             if perf_counter() - self._since >= SAVE_SECONDS:
                 self.keep()
@@ -143,9 +147,23 @@ class Notebook:
             }
             for signature, counts in self.known.items()
         }
+        self._there = load(self.folder, self.host)
+        _add(self._there, kept)  # what another process saved first stays
         if kept != self._there and any(sizes for counts in kept.values() for sizes in counts.values()):
             save(self.folder, self.host, kept)
             self._there = kept
+
+
+def _sizes(choices: Choices, signature: str, threads: str) -> dict[str, str]:
+    """The answers by samples, which may be added to."""
+    return choices.setdefault(signature, {}).setdefault(threads, {})
+
+
+def _add(choices: Choices, to: Choices) -> None:
+    """Take ``choices`` in, in place of other answers to the same."""
+    for signature, counts in choices.items():
+        for threads, sizes in counts.items():
+            _sizes(to, signature, threads).update(sizes)
 
 
 def load(folder: Path, host: Host) -> Choices:

@@ -35,6 +35,7 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
     monkeypatch.setattr(choices.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_answered", {})
     monkeypatch.setattr(choices.Notebook, "_disturbed", {})
 
 
@@ -114,11 +115,26 @@ def test_what_was_measured_on_a_busy_machine_serves_this_process_alone(tmp_path,
     kept = choices.load(tmp_path, Host.current())
     assert all(set(threads["1"]) == {"64"} for threads in kept.values())
     monkeypatch.setattr(choices.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_answered", {})
     monkeypatch.setattr(choices.Notebook, "_disturbed", {})
     calibrated(model, 64, [1], tmp_path)
     assert len(asked) == 3 * len(PARTS["dlrm"]), "another process measures what is not kept"
     kept = choices.load(tmp_path, Host.current())
     assert all(set(threads["1"]) == {"16", "64"} for threads in kept.values())
+
+
+def test_a_process_keeps_to_its_answers_and_a_file_to_its_first(tmp_path, asked) -> None:
+    model, host = made("dlrm"), Host.current()
+    first = calibrated(model, 16, [1], tmp_path)
+    part, theirs = min(first), "openmp"
+    file = choices.load(tmp_path, host)
+    file[part]["1"]["16"] = theirs  # as another process had measured at the same time
+    choices.save(tmp_path, host, file)
+    assert calibrated(model, 16, [1], tmp_path) == first, "a run that rounds otherwise than the one before"
+    more = calibrated(model, 64, [1], tmp_path)
+    assert more[part]["1"]["16"] == first[part]["1"]["16"]
+    kept = choices.load(tmp_path, host)[part]["1"]
+    assert (kept["16"], set(kept)) == (theirs, {"16", "64"}), "later processes round as the first one"
 
 
 def test_measuring_is_bounded_and_goes_on_in_the_next_run(tmp_path, asked, monkeypatch) -> None:

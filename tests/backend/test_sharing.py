@@ -28,6 +28,7 @@ BATCH = random_batch(np.random.default_rng(5), SIZE, True)
 @pytest.fixture(autouse=True)
 def _nothing_measured(monkeypatch) -> None:
     monkeypatch.setattr(choices.Notebook, "_measured", {})
+    monkeypatch.setattr(choices.Notebook, "_answered", {})
 
 
 @pytest.fixture
@@ -145,6 +146,7 @@ def test_without_cores_whole_batches_alone_are_timed(clock, tmp_path) -> None:
         found = measured_sharing(model, BATCH, SIZE, tmp_path / way, cores=False, or_plain=True)
         assert found == {name: {str(torch.get_num_threads()): {"1024": way}}}
         choices.Notebook._measured.clear()
+        choices.Notebook._answered.clear()
     model.embeddings.close()
 
 
