@@ -318,7 +318,9 @@ def batching(work: Work) -> dict[str, Any]:
     """What is searched, then in turn with DeepRecSys's baseline and with what that is on these cores."""
     found = {}
     for name in work.models:
-        with work.loaded({name: Side(name, work.options(batch=128, tolerance=0.05))}) as sides:
+        options = work.options(tolerance=0.05)
+        begin = replace(options, batch=-(-options.size_max // CORES))
+        with work.loaded({name: Side(name, begin)}) as sides:
             one = sides[name]
             short = replace(one.load, queries=min(work.queries, 200))
             sizes = [high - low for low, high in one.requests]

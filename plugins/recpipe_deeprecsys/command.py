@@ -220,9 +220,12 @@ def climbed(
     large parts, and so on. A server cuts none: smaller batches than most requests are the same there."""
 
     def fitted(batching: Batching) -> Batching:
-        """A server's process scores with the cores that would have nothing to do."""
+        """A server's process scores with the cores that would have nothing to do; a part of one request waits
+        for no other one."""
         cores = len(os.sched_getaffinity(0)) // batching.workers
-        return replace(batching, threads=max(options.threads, cores)) if options.http else batching
+        if options.http:
+            return replace(batching, threads=max(options.threads, cores))
+        return batching if batching.merge else replace(batching, wait_ms=0.0)
 
     start, load = fitted(batching_of(options)), replace(load, hasty=True)
     while True:
@@ -242,13 +245,16 @@ def climbed(
         log.info("%s: %s requests/s", told(batching), f"{found:,.1f}" if found else f"not above {floor:,.1f}")
         return found
 
-    return before, searched(start, axes_of(start, max(sizes), options.bound_ms, smallest), own, fitted)
+    merges = () if options.http else (False, True)
+    axes = axes_of(start, max(sizes), options.bound_ms, smallest, merges)
+    return before, searched(start, axes, own, fitted)
 
 
 def told(batching: Batching) -> str:
     """A batching in a few words."""
     threads = f" threads={batching.threads}" if batching.threads > 1 else ""
-    return f"batch={batching.batch} wait_ms={batching.wait_ms:g} workers={batching.workers}{threads}"
+    merge = "" if batching.merge else " merge=false"
+    return f"batch={batching.batch} wait_ms={batching.wait_ms:g} workers={batching.workers}{merge}{threads}"
 
 
 def said(outcome: Outcome) -> None:

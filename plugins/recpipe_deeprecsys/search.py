@@ -1,8 +1,8 @@
 """DeepRecSched's search: how requests are best cut, put together and spread, climbing one axis after another.
 
 Gupta et al., ISCA 2020, https://arxiv.org/abs/2001.02772, climbs over the size of parts from the largest on
-until a size is worse than the one before; here it goes on over the time that batches wait and over processes,
-and round again until no step on any axis is better.
+until a size is worse than the one before; here it goes on over whether requests are put together, the time
+that batches wait and processes, and round again until no step on any axis is better.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ class Tried:
     floor: float
 
 
-def axes_of(start: Batching, largest: int, bound_ms: float, smallest: int = SMALLEST) -> Axes:
+def axes_of(
+    start: Batching, largest: int, bound_ms: float, smallest: int = SMALLEST, together: Sequence[bool] = ()
+) -> Axes:
     """What is searched around ``start``, whose workers are the most there are, for requests of up to
-    ``largest`` candidates, from batches of ``smallest`` on."""
-    sizes = {start.batch, largest, *(largest * times for times in TOGETHER if start.merge)}
+    ``largest`` candidates, from batches of ``smallest`` on. ``together``: whether requests may be put
+    together; as ``start`` has it if empty."""
+    merges = sorted(together or {start.merge})
+    sizes = {start.batch, largest, *(largest * times for times in TOGETHER if True in merges)}
     size = smallest
     while size < largest:
         sizes.add(size)
@@ -50,7 +54,8 @@ def axes_of(start: Batching, largest: int, bound_ms: float, smallest: int = SMAL
     waits = {0.0, start.wait_ms, *(bound_ms * share for share in WAITS)}
     return {
         "batch": sorted(sizes),
-        "wait_ms": sorted(waits) if start.merge else [0.0],
+        "merge": merges,
+        "wait_ms": sorted(waits) if True in merges else [0.0],
         "workers": range(1, start.workers + 1),
     }
 

@@ -17,18 +17,25 @@ from recpipe_deeprecsys.load import OFFLINE, SERVER, Load, Outcome
 from recpipe_deeprecsys.search import Axes, axes_of, best_of, searched
 
 START = Batching(256, 0.0, True, 4)
-AXES = axes_of(START, 1024, 25.0)
+AXES = axes_of(START, 1024, 25.0, together=(False, True))
 Rate = Callable[[Batching], float]
 
 
-def convex(batch: int, wait: float, workers: int) -> Rate:
+def convex(batch: int, wait: float, workers: int, merge: bool = True) -> Rate:
     """A rate with one maximum, near the values that are given; the costs of batch and wait depend on each
     other."""
 
     def rate(b: Batching) -> float:
         off = log2(b.batch / batch)
         late = (b.wait_ms - wait) / 5
-        return 1000 - 50 * off**2 - 80 * late**2 - 20 * off * late - 30 * (b.workers - workers) ** 2
+        return (
+            1000
+            - 50 * off**2
+            - 80 * late**2
+            - 20 * off * late
+            - 30 * (b.workers - workers) ** 2
+            - 40 * (b.merge != merge)
+        )
 
     return rate
 
@@ -42,7 +49,7 @@ def steps_apart(one: Batching, other: Batching, axes: Axes) -> int:
 
 def exhaustive(rate: Rate) -> Batching:
     every = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))
-    return max((Batching(merge=True, **values) for values in every), key=rate)  # type: ignore[arg-type]
+    return max((Batching(**values) for values in every), key=rate)  # type: ignore[arg-type]
 
 
 def climbed(rate: Rate) -> tuple[Batching, int]:
@@ -57,9 +64,13 @@ def climbed(rate: Rate) -> tuple[Batching, int]:
 @pytest.mark.parametrize("batch", [16, 100, 300, 1024])
 @pytest.mark.parametrize("wait", [0.0, 2.0, 9.0])
 @pytest.mark.parametrize("workers", [1, 3, 4])
-def test_the_search_is_within_one_step_of_an_exhaustive_one(batch: int, wait: float, workers: int) -> None:
-    rate = convex(batch, wait, workers)
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_search_is_within_one_step_of_an_exhaustive_one(
+    batch: int, wait: float, workers: int, merge: bool
+) -> None:
+    rate = convex(batch, wait, workers, merge)
     found, tried = climbed(rate)
+    assert found.merge == merge
     assert steps_apart(found, exhaustive(rate), AXES) <= 1
     assert tried < len(AXES["batch"]) * len(AXES["wait_ms"]) * len(AXES["workers"]) / 3
 
@@ -80,6 +91,7 @@ def test_the_axes_hold_the_start_and_the_largest_request() -> None:
     assert axes["batch"] == [16, 32, 64, 100, 128, 256, 512, 700, 1400, 2800]
     assert axes["wait_ms"] == [0.0, 0.25, 0.5, 1.0, 2.0, 3.0]
     assert list(axes["workers"]) == [1, 2]
+    assert axes["merge"] == [True]
     alone = axes_of(Batching(100, 0.0, False, 1), 700, 8.0, 200)
     assert alone["wait_ms"] == [0.0]
     assert alone["batch"] == [100, 200, 400, 700]
