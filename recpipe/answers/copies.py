@@ -1,6 +1,8 @@
 """Copies of the rows that have changed, for a delta: most of them are made in parts, after the steps before
 the one at which the delta is due, so that no step waits for all. Rows that change again are copied again, and
-of each the latest copy counts: a delta has the rows as they are after the step at which it is due.
+of each the latest copy counts: a delta has the rows as they are after the step at which it is due. As when a
+virtual machine moves while it runs, each pass over all rows is faster than the one before and leaves less:
+the last copy has what about one step has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from recpipe.tables.changes import ChangedRows
 from recpipe.tables.collection import ReadsRows
 
 LEAST, MOST = 8, 64
-"""Parts."""
+"""Parts of the first pass."""
 OF_A_STEP = 0.25
 """The time of a step that copying a part should not exceed."""
 Piece = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -31,22 +33,25 @@ class Copies:
     def __init__(self, training: Training, changes: Sequence[ChangedRows | None]) -> None:
         self.training, self.changes = training, changes
         self.trainers = training.module.trainers
-        self.parts = LEAST
+        self._turns = turns(LEAST)
         self._made: Pieces = [[] for _ in changes]
         self._next = 0
 
     @property
     def full(self) -> bool:
-        """Whether each part has been copied twice: then what changes is left for the last copy."""
-        return self._next >= 2 * self.parts
+        """Whether all passes have been made: then what changes is left for the last copy."""
+        return self._next >= len(self._turns)
 
     def make_part(self, parts: int) -> None:
-        """Copy what has changed in the next of ``parts`` parts of all rows."""
-        self.parts = parts
-        number, self._next = self._next % parts, self._next + 1
+        """Copy what has changed in the next part of all rows, in passes of which the first has so many
+        ``parts``."""
+        if self._next == 0:
+            self._turns = turns(parts)
+        number, of = self._turns[self._next]
+        self._next += 1
         for group, changes in enumerate(self.changes):
             if changes is not None:
-                low, high = (changes.size * end // parts for end in (number, number + 1))
+                low, high = (changes.size * end // of for end in (number, number + 1))
                 self._copy(group, changes, low, high)
 
     def take(self) -> Pieces:
@@ -74,6 +79,14 @@ def latest(pieces: Sequence[Piece]) -> Piece | None:
     rows, weights = (np.concatenate(each) for each in zip(*pieces[::-1], strict=True))
     found, first = np.unique(rows, return_index=True)
     return found, weights[first]
+
+
+def turns(parts: int) -> list[tuple[int, int]]:
+    """The parts to copy, one after each step, as a number and of how many parts: passes over all rows of
+    ``parts``, of half as many, and so on to halves. A part is twice as large in each pass, of which half as
+    many steps have changed rows since the pass before. At most 2 x ``parts`` - 1."""
+    found = [(number, parts) for number in range(parts)]
+    return found + turns(parts // 2) if parts > 3 else found
 
 
 def parts_for(copying: float, step: float) -> int:

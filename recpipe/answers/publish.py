@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers.apply import BASE
-from recpipe.answers.copies import LEAST, MOST, Copies, Pieces, latest, parts_for
+from recpipe.answers.copies import LEAST, MOST, Copies, Pieces, latest, parts_for, turns
 from recpipe.answers.delta import PARTIAL, Change, Delta, Version, write_delta
 from recpipe.answers.made_base import make_base
 from recpipe.answers.manifest import is_package, private_key
@@ -159,7 +159,7 @@ class Publisher(L.Callback):
         """Copy what has changed, if it is time and the delta before is written, or a part if it is soon."""
         self._step = step = trainer.global_step
         every = self.config.every_steps
-        if every is not None and self._last_step + every - step > MOST:
+        if every is not None and self._last_step + every - step > 2 * MOST:
             return
         what = self._agreed(self._what(step) if self.leads else NOTHING)
         if what == DELTA:
@@ -170,17 +170,18 @@ class Publisher(L.Callback):
             self._took(perf_counter() - started)
 
     def _what(self, step: int) -> int:
-        """What is to be done after ``step``: ``NOTHING``, a ``DELTA``, or a copy of one of so many parts."""
+        """What is to be done after ``step``: ``NOTHING``, a ``DELTA``, or a copy of a part, of so many in the
+        first pass."""
         every, seconds = self.config.every_steps, self.config.every_seconds
         steps, passed, parts = step - self._last_step, self.clock() - self._last, self._parts
         if every is not None:
             left: float = every - steps
-            parts = min(parts, max(1, every - 1))
+            parts = min(parts, max(1, every // 2))
         else:
             left = max(0.0, (seconds or 0.0) - passed) * steps / max(passed, 1e-9)
         if left <= 0 and self._idle():
             return DELTA
-        return parts if left <= parts and not self.copies.full else NOTHING
+        return parts if left <= len(turns(parts)) and not self.copies.full else NOTHING
 
     def _wait(self) -> None:
         """Training waits for records: write a delta whose time has come."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count, cycle, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from recpipe_serve.fresh.reading import DeltaReader
 import recpipe
 from recpipe.answers import publish, score
 from recpipe.answers.apply import apply_command, apply_deltas, chain_lines, log_command
-from recpipe.answers.copies import Piece, latest, parts_for
+from recpipe.answers.copies import Copies, Piece, latest, parts_for, turns
 from recpipe.answers.delta import (
     DIGEST,
     MANIFEST,
@@ -44,6 +45,7 @@ from recpipe.errors import UserError
 from recpipe.pipeline.batch import InFlight
 from recpipe.pipeline.loader import TrainLoader
 from recpipe.plugin.batch import Batch
+from recpipe.plugin.tables import Table, TableOptimizer, TableSet
 from recpipe.private_api.compiled import compiler
 from recpipe.run import run
 from recpipe.tables.changes import NO_ROW, ChangedIds, ChangedRows
@@ -187,9 +189,39 @@ def test_rows_are_copied_in_parts_ahead_and_the_latest_copy_counts(
     monkeypatch.setattr(publish, "latest", counted)
     own = f"trainer.publish={{dir: {tmp_path}/d, base: {chain.base}, every_steps: 6}}"
     trained(chain.words, tmp_path / "run", LAST, own, f"resume={chain.start}")
-    assert made == [6], "five parts, and what has changed since"
+    assert made == [4], "three parts, and what has changed since"
     apply_deltas(chain.base, [tmp_path / "d"], tmp_path / "made")
     assert bool(differences(tmp_path / "made", chain.whole)) == first
+
+
+def test_each_pass_is_over_all_rows_and_shorter_than_the_one_before() -> None:
+    assert turns(8) == [*((n, 8) for n in range(8)), *((n, 4) for n in range(4)), (0, 2), (1, 2)]
+    assert [turns(parts)[-1] for parts in (1, 2, 3, 7)] == [(0, 1), (1, 2), (2, 3), (2, 3)]
+    assert all(len(turns(parts)) < 2 * parts for parts in range(1, 65))
+
+
+def test_after_all_passes_little_is_left_and_nothing_is_missed() -> None:
+    tables = TableSet((Table("t", 640, ("t",)),), 1, TableOptimizer("sgd", 0.1), seed=0)
+    changes, weights = ChangedRows(tables), np.zeros((640, 1), np.float32)
+    collection = SimpleNamespace(offers=lambda kind: SimpleNamespace(weights_of=lambda rows: weights[rows]))
+    model = SimpleNamespace(embeddings=SimpleNamespace(collections=[collection]))
+    module = SimpleNamespace(trainers=SimpleNamespace(size=1))
+    copies, numbers = Copies(SimpleNamespace(model=model, module=module), [changes]), np.random.default_rng(0)
+    steps = len(turns(8))
+    for step in range(1, steps + 2):
+        rows = numbers.choice(640, 40, replace=False)
+        weights[rows] = step
+        changes.add(rows)
+        if step <= steps:
+            copies.make_part(8)
+    assert copies.full
+    (pieces,) = copies.take()
+    assert len(pieces) == steps + 1
+    assert len(pieces[-1][0]) < 3 * 40, "what the last two steps have changed, of fifteen"
+    found = latest(pieces)
+    assert found is not None
+    np.testing.assert_array_equal(found[0], np.flatnonzero(weights))
+    np.testing.assert_array_equal(found[1], weights[found[0]])
 
 
 def test_parts_are_as_many_as_make_a_copy_short_beside_a_step() -> None:
