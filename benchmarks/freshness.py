@@ -5,12 +5,13 @@ a click takes to change an answer.
     python benchmarks/freshness.py serving [--rounds 5] [--seconds 5] [--every 1.0] [--share 0.1]
     python benchmarks/freshness.py click [--clicks 20] [--every 1.0] [--redis]
 
-``publishing``: the default recipe with and without ``trainer.publish``, in turn: time of a step, the longest
-copy that a step waited for, rows and bytes of a delta. ``serving``: the latency of random arrivals at half of
-the fastest rate, in turn without deltas and with one every so many seconds that has a share of all rows and
-the whole dense part; they are made beforehand, since who trains is elsewhere. ``click``: clicks on an item
-go to a stream (a folder, or a Redis server that this starts); a training reads it and publishes, a server
-follows; the seconds from the last click's sending to the first answer that differs. All need a C++ compiler.
+``publishing``: the default recipe with and without ``trainer.publish``, in turn: time of a step, the copies
+that steps waited for beside the longest step without, rows of a delta. ``serving``: the latency of random
+arrivals at half of the fastest rate, in turn without deltas and with one every so many seconds that has a
+share of all rows and the whole dense part; they are made beforehand, since who trains is elsewhere.
+``click``: clicks on an item go to a stream (a folder, or a Redis server that this starts); a training reads
+it and publishes, a server follows; the seconds from the last click's sending to the first answer that
+differs. All need a C++ compiler.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def publishing(options: argparse.Namespace, folder: Path) -> None:
     size = ("data.samples=4000000", f"trainer.max_steps={options.steps}", "trainer.checkpoint_every=null")
     size += ("trainer.eval_every=1.0",)
     found: dict[str, list[float]] = {"without": [], "with": []}
-    longest, deltas = [], folder / "deltas"
+    copies, longest, longest_steps, deltas = [], [], [], folder / "deltas"
     for number in range(options.rounds + 1):  # the first one makes the base, and warms caches
         for name, seconds in found.items():
             own = f"trainer.publish={{dir: {deltas}, every_steps: {every}}}" if name == "with" else "seed=1"
@@ -77,17 +78,26 @@ def publishing(options: argparse.Namespace, folder: Path) -> None:
             steps = json.loads((run / "report.json").read_text())["throughput"]
             if number:
                 seconds.append(1e3 / steps["samples_per_second"] * 4096)
-            copied = re.search(r"the longest copy took ([\d.]+) ms", said)
+            copied = re.search(r"waited ([\d.]+) ms each for a copy, and ([\d.]+) ms", said)
             if copied and number:
-                longest.append(float(copied[1]))
+                copies.append(float(copied[1]))
+                longest.append(float(copied[2]))
+            if number and name == "without":
+                longest_steps.append(longest_step(steps["step_histogram"]))
     written = sorted(deltas.glob("delta-*"))
     rows = [json.loads((d / "delta.json").read_text())["tables"] for d in written[-options.rounds :]]
     counts = [sum(table["rows"] for table in own.values()) for own in rows]
     plain, fresh = (median(own) for own in found.values())
     print(
         f"4,096 samples: {plain:.1f} ms without, {fresh:.1f} ms with a delta every {every} steps "
-        f"({fresh / plain:.3f}); the longest copy {max(longest):.1f} ms; {median(counts):,.0f} rows a delta"
+        f"({fresh / plain:.3f}); a copy {median(copies):.1f} ms, the longest {max(longest):.1f} ms, where "
+        f"the longest step without took {max(longest_steps):.1f} ms; {median(counts):,.0f} rows a delta"
     )
+
+
+def longest_step(histogram: dict[str, list[float]]) -> float:
+    """The end of the last class that has a step, in ms."""
+    return max(end for end, n in zip(histogram["edges_ms"][1:], histogram["counts"], strict=False) if n)
 
 
 def recipe(*words: str) -> str:

@@ -99,6 +99,8 @@ class Publisher(L.Callback):
         self.rows = 0
         self.longest = 0.0
         """The longest that a step has waited for copies, in seconds."""
+        self.waits, self.waited = 0, 0.0
+        """How many steps have waited for a copy, and how long, in seconds."""
         self._copying = 0.0
         """Seconds that the copies for the next delta have taken."""
         self._parts = LEAST
@@ -191,6 +193,7 @@ class Publisher(L.Callback):
 
     def _took(self, seconds: float) -> None:
         self.longest = max(self.longest, seconds)
+        self.waits, self.waited = self.waits + 1, self.waited + seconds
         self._copying += seconds
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -212,8 +215,10 @@ class Publisher(L.Callback):
             self._close()
         if self.leads:
             log.info(
-                "published %d deltas of %s rows to %s; the longest copy took %.1f ms of a step",
-                *(self.written, f"{self.rows:,}", self.folder, 1e3 * self.longest),
+                "published %d deltas of %s rows to %s; %d steps waited %.1f ms each for a copy, and %.1f ms "
+                "for the longest copy",
+                *(self.written, f"{self.rows:,}", self.folder, self.waits),
+                *(1e3 * self.waited / max(1, self.waits), 1e3 * self.longest),
             )
 
     def on_exception(
