@@ -86,6 +86,8 @@ LAYERS = [
     *((27 * 128, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)),
 ]
 """Inputs and outputs of DLRM-DCNv2's products."""
+COUNTED = 1_000_000
+"""Samples by which it is known which rows are looked up most."""
 LEARNS = 100
 """Steps after which a model's quality can be judged."""
 CORES = len(os.sched_getaffinity(0))
@@ -216,8 +218,8 @@ class Work:
         for name in (*MODELS, "wnd"):
             words = [f"experiment={name}", f"data.table_scale={self.scale}"]
             words += ["trainer.max_steps=2", "optim=sgd"]
-            if name == "wnd":
-                words.append("data.ids=skewed")
+            if name == "wnd":  # samples, so that popularity says of most rows how often they are looked up
+                words += ["data.ids=skewed", f"data.samples={COUNTED}"]
             counted = ["popularity=true"] if name == "wnd" else []
             quantized = (f"{name}_int8", rows_alone, counted) if name in ("rmc2", "wnd") else None
             self._package(name, words, name != "wnd", quantized)
