@@ -72,7 +72,7 @@ COMMANDS = {
     "package": Command(
         "recpipe.answers.package:package_command",
         "CHECKPOINT DIRECTORY [instruction_set=avx2] [reference=SAMPLES] [popularity=true] [sign=KEY] "
-        "[overwrite=true] [effects=RUN]",
+        "[overwrite=true] [effects=RUN] [shards=N]",
         "what a server needs of it, compiled, in one directory",
     ),
     "apply": Command(

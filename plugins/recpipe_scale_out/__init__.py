@@ -4,8 +4,8 @@ from recpipe.commands import Command
 
 SHARD = Command(
     "recpipe_scale_out.command:shard_command",
-    "PACKAGE DIRECTORY shards=N [plan=load] [memory=8GiB] [main=2GiB] [split_rows=true] [sign=KEY] "
-    "[overwrite=true]",
+    "PACKAGE|CHECKPOINT DIRECTORY shards=N [plan=load] [memory=8GiB] [main=2GiB] [split_rows=true] "
+    "[sign=KEY] [overwrite=true]",
     "a package in parts: its dense part, and its tables on N servers",
 )
 

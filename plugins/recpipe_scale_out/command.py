@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from recpipe.answers import score
-from recpipe.answers.manifest import private_key, read_manifest
-from recpipe.answers.package import beside
+from recpipe.answers.manifest import is_package, private_key, read_manifest
+from recpipe.answers.package import WORDS, Options, beside, package_for
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.owned import require_absent, written_alone
 from recpipe.common.process import quieted
@@ -18,20 +20,49 @@ from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import CutConfig, of_words
 from recpipe_scale_out.cutting import MAIN, PLAN, write_cut
 from recpipe_scale_out.facts import facts_of
-from recpipe_scale_out.plan import named_plan
+from recpipe_scale_out.plan import named_plan, require_plan
 
 log = logging.getLogger("recpipe")
 
 
 def shard_command(words: Sequence[str]) -> int:
-    """``recpipe shard PACKAGE DIRECTORY shards=N [plan=load] ...``; returns 0."""
+    """``recpipe shard PACKAGE DIRECTORY shards=N [plan=load] ...``; returns 0.
+
+    In the place of a package there may be what ``recpipe package`` makes one of: then it is made first, with
+    the words of that command. A package is made anew if there are such words, too.
+    """
     if not any(word.startswith("shards=") for word in words[2:]):
         raise UserError("recpipe shard needs the number of servers that hold the tables: shards=N")
-    config = of_words(CutConfig, words[2:], "shard")
+    own = {field.name for field in fields(CutConfig)}
+    others = {word.partition("=")[0]: word.partition("=")[2] for word in words[2:]}
+    of_package = {key: value for key, value in others.items() if key in WORDS and key not in own}
+    mine = [word for word in words[2:] if word.partition("=")[0] not in of_package]
+    config = of_words(CutConfig, mine, "shard", WORDS)
+    source, directory = (Path(word).expanduser() for word in words[:2])
     prepare_process()
-    with alone(), quieted(), capture_logs(None):
-        cut(Path(words[0]).expanduser(), Path(words[1]).expanduser(), config)
+    require_new(directory, config)
+    if is_package(source) and not of_package:
+        with alone(), quieted(), capture_logs(None):
+            cut(source, directory, config)
+        return 0
+    options = Options(**of_package)
+    for key in ("memory", "main"):  # before what takes long
+        _bytes(key, getattr(config, key))
+    require_plan(config.plan)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as folder:
+        package = package_for(source, Path(folder) / "model.recpipe", None, options, screen=True)
+        with alone(), quieted(), capture_logs(None):
+            cut(package, directory, config)
     return 0
+
+
+def require_new(directory: Path, config: CutConfig) -> None:
+    """``UserError`` if there is something in ``directory`` that is not to be replaced."""
+    free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not free and not ((directory / PLAN).is_file() and (directory / MAIN).is_dir()):
+        raise UserError(f"{directory} exists and is no cut package: name another directory, or remove it")
+    require_absent("", directory, config.overwrite)
 
 
 def cut(package: Path, directory: Path, config: CutConfig) -> None:
@@ -39,10 +70,7 @@ def cut(package: Path, directory: Path, config: CutConfig) -> None:
     or if there is something else already."""
     key = None if config.sign is None else private_key(Path(config.sign))
     memory, main = (_bytes(key, getattr(config, key)) for key in ("memory", "main"))
-    free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    if not free and not ((directory / PLAN).is_file() and (directory / MAIN).is_dir()):
-        raise UserError(f"{directory} exists and is no cut package: name another directory, or remove it")
-    require_absent("", directory, config.overwrite)
+    require_new(directory, config)
     manifest = read_manifest(package)
     try:
         score.verified(package)
@@ -50,14 +78,14 @@ def cut(package: Path, directory: Path, config: CutConfig) -> None:
         raise UserError(str(fault)) from fault
     facts = facts_of(package, manifest)
     parts = named_plan(config.plan, facts, config.shards, memory, config.split_rows, main or 0)
-    with written_alone("", directory, config.overwrite, ("shard", str(package))), beside(directory) as folder:
-        write_cut(package, manifest, facts, parts, config.shards, folder, key)
     held = [0] * (config.shards + 1)
     for name, own in parts.items():
         for shard, _, rows in own:
             held[shard] += rows * facts[name].row_bytes
-    cut_tables = [name for name, own in parts.items() if len(own) > 1]
+    with written_alone("", directory, config.overwrite, ("shard", str(package))), beside(directory) as folder:
+        write_cut(package, manifest, facts, parts, config.shards, folder, key)
     *of_shards, at_main = held
+    cut_tables = [name for name, own in parts.items() if len(own) > 1]
     log.info(
         "wrote %s: %d tables on %d shards, %s to %s each%s%s",
         *(directory, len(facts), config.shards),

@@ -55,8 +55,9 @@ class ShardConfig:
     """Seconds that a stopping server gives the requests that it has."""
 
 
-def of_words(kind: type[T], words: Sequence[str], command: str) -> T:
-    """``key=value`` words as a ``kind``, checked; ``UserError`` for one that is none of its fields."""
+def of_words(kind: type[T], words: Sequence[str], command: str, others: Sequence[str] = ()) -> T:
+    """``key=value`` words as a ``kind``, checked; ``UserError`` for one that is none of its fields.
+    ``others``: what the command takes besides."""
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
     except (OmegaConfBaseException, ValueError) as fault:
@@ -64,6 +65,7 @@ def of_words(kind: type[T], words: Sequence[str], command: str) -> T:
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     wrong = next((key for key in values if key not in known), None)
     if wrong is not None:
+        known += [key for key in others if key not in known]
         hint = did_you_mean(wrong, known)
         raise UserError(f"recpipe {command} has no {shown(wrong)}; it has {', '.join(known)}.{hint}")
     return typed(kind, values, command)

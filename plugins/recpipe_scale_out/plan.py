@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import with_config
 from torch import nn
@@ -52,10 +53,9 @@ def named_plan(
     """The plan that ``plan=word`` means: a planner's, or that of another cut's plan.json. ``memory``: bytes
     of a shard; ``split_rows``: tables of more than the mean bytes of a shard are cut; ``main``: bytes of the
     tables that stay at the main server. ``UserError`` if there is none."""
+    require_plan(word)
     if word.endswith(".json"):
         return read_plan(Path(word).expanduser(), facts, shards)
-    if word not in PLANS:
-        raise UserError(f"plan={word} is unknown; {nearest_or_all(word, [*PLANS])}, or a plan.json")
     here = stay(facts, main)
     facts = {name: own for name, own in facts.items() if name not in here}
     total = sum(own.nbytes for own in facts.values())
@@ -63,6 +63,12 @@ def named_plan(
     planner = PLANS[word](facts, min(limits, default=None))
     parts = planned(planner, facts, shards, memory or BOUNDLESS) if facts else {}
     return {**parts, **{name: [(shards, 0, own.info.rows)] for name, own in here.items()}}
+
+
+def require_plan(word: str) -> None:
+    """``UserError`` if there is no such plan at all."""
+    if not word.endswith(".json") and word not in PLANS:
+        raise UserError(f"plan={word} is unknown; {nearest_or_all(word, [*PLANS])}, or a plan.json")
 
 
 def stay(facts: Mapping[str, TableFacts], room: int) -> dict[str, TableFacts]:
@@ -101,7 +107,17 @@ def planned(planner: Planner, facts: Mapping[str, TableFacts], shards: int, memo
             if column or columns != own.info.dim:
                 raise UserError(f"the plan cuts table '{name}' by columns: shards hold whole rows")
             found.setdefault(name, []).append((part.placement.rank(), row, rows))
-    return {name: sorted(parts, key=lambda part: part[1]) for name, parts in found.items()}
+    return {name: joined(parts) for name, parts in found.items()}
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The ``parts`` of a table in the order of their rows; those of a shard that has several as one, where
+    its first one is."""
+    held: dict[int, int] = {}
+    for shard, _, rows in sorted(parts, key=lambda part: part[1]):
+        held[shard] = held.get(shard, 0) + rows
+    ends = np.cumsum([0, *held.values()]).tolist()
+    return [(shard, first, rows) for (shard, rows), first in zip(held.items(), ends, strict=False)]
 
 
 def _skeleton(facts: Mapping[str, TableFacts]) -> nn.Module:
@@ -150,8 +166,11 @@ def read_plan(file: Path, facts: Mapping[str, TableFacts], shards: int) -> Parts
     for name, parts in content["tables"].items():
         end = 0
         for shard, row, rows in parts:
-            if row != end or shard > shards:
-                raise UserError(f"plan={file} does not have each row of table '{name}' once, in their order")
+            if row != end or shard > shards or [other for other, *_ in parts].count(shard) > 1:
+                raise UserError(
+                    f"plan={file} does not have each row of table '{name}' once, in their order, in one part "
+                    "on each shard that has some"
+                )
             end += rows
         if end != facts[name].info.rows:
             raise UserError(

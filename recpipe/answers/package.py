@@ -70,6 +70,7 @@ from recpipe.common.process import quieted
 from recpipe.common.tensors import save_tensors
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError, shown
+from recpipe.plugin.offers import entry, imported, offered
 from recpipe.private_api.compiled import compiler
 from recpipe.tasks.process import prepare_process
 
@@ -156,8 +157,11 @@ def _asked(word: str | bool | int) -> bool | int | None:
 def package_command(words: Sequence[str]) -> int:
     """``recpipe package CHECKPOINT DIRECTORY [instruction_set=avx2|avx512] [dense=low|float32]
     [reference=false|SAMPLES] [popularity=true|SAMPLES] [sign=KEY] [overwrite=true]
-    [weights=last] [index=INDEX] [effects=RUN]``."""
+    [weights=last] [index=INDEX] [effects=RUN] [shards=N ...]``."""
     options = dict(word.partition("=")[::2] for word in words[2:])
+    if "shards" in options:  # that command makes the package, and cuts it
+        shard: Any = imported("command", entry("command", "shard", offered("command")))
+        return int(shard.run("package", words))
     unknown = next((key for key in options if key not in WORDS), None)
     if unknown is not None:
         raise UserError(f"recpipe package has no {shown(unknown)}; it has {', '.join(WORDS)}")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Parts, TableLookup, runs
-from recpipe_scale_out.plan import named_plan, plan_content, planned, read_plan
+from recpipe_scale_out.plan import joined, named_plan, plan_content, planned, read_plan
 
 from recpipe.errors import UserError
 from recpipe.plugin import Planner, TableInfo
@@ -134,3 +134,12 @@ def test_runs_are_lookups_of_one_pooling_and_as_many_bags() -> None:
     own, bags = [sums, sums, sums, mean, rows, rows], [4, 4, 2, 2, 2, 2]
     assert [(run.start, run.stop) for run in runs(own, bags)] == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
     assert not list(runs([], []))
+
+
+def test_parts_of_a_table_on_one_shard_are_one() -> None:
+    assert joined([(1, 10, 10), (0, 20, 5), (0, 0, 10)]) == [(0, 0, 15), (1, 15, 10)]
+    assert joined([(0, 0, 3), (2, 3, 4)]) == [(0, 0, 3), (2, 3, 4)]
+    one = facts(a=(100, 1.0, 0), b=(10, 1.0, 0))
+    parts = named_plan("capacity", one, 2, 64 * 60, False)
+    for own in parts.values():
+        assert len({shard for shard, *_ in own}) == len(own)

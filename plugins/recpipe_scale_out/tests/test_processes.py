@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recpipe_scale_out import command
 from recpipe_scale_out.command import cut, shard_command
 from recpipe_scale_out.config import CutConfig
 from recpipe_serve.batching.scorer import RequestScorer, Side
 
 import recpipe
 from recpipe.answers.manifest import read_manifest
+from recpipe.answers.package import Options, package_command
 from recpipe.answers.score import PackageError, Scorer
 from recpipe.errors import UserError
 from recpipe.private_api.compiled import compiler
@@ -205,6 +207,34 @@ def test_words_that_are_wrong_are_a_line(package: Path, tmp_path: Path, words: A
     with pytest.raises(UserError, match=re.escape(why)):
         shard_command([str(package), str(tmp_path / "cut"), *words])
     assert not (tmp_path / "cut").exists()
+
+
+def test_a_run_is_packaged_and_cut_by_one_command(
+    package: Path, in_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def package_for(source: Path, place: Path, model: None, options: Options, screen: bool) -> Path:
+        made.append((source, options.popularity))
+        return Path(shutil.copytree(package, place))
+
+    monkeypatch.setattr(command, "package_for", package_for)
+    words = [str(package.parent / "run"), str(tmp_path / "cut"), "shards=2"]
+    assert package_command([*words, "popularity=100"]) == 0
+    assert made == [(package.parent / "run", 100)]
+    digests = [
+        (folder / shard_folder(n) / "shard.sha256").read_text()
+        for folder in (tmp_path / "cut", in_two)
+        for n in range(2)
+    ]
+    assert digests[:2] == digests[2:]
+    for wrong, why in (("plans=load", "has no plans; it has shards, plan"), ("dense=8", "dense=8: choose")):
+        with pytest.raises(UserError, match=why):
+            package_command([*words[:1], str(tmp_path / "other"), *words[2:], wrong])
+    with pytest.raises(UserError, match="exists already"):
+        package_command(words)
+    assert len(made) == 1
+    assert {file.name for file in tmp_path.iterdir() if not file.name.endswith(".lock")} == {"cut"}
 
 
 def test_parts_are_signed_as_a_package_is(package: Path, tmp_path: Path) -> None:
