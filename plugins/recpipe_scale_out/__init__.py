@@ -5,7 +5,7 @@ from recpipe.commands import Command
 SHARD = Command(
     "recpipe_scale_out.command:shard_command",
     "PACKAGE|CHECKPOINT DIRECTORY shards=N [plan=load] [memory=8GiB] [main=2GiB] [split_rows=true] "
-    "[sign=KEY] [overwrite=true]",
+    "[overlap=true] [sign=KEY] [overwrite=true]",
     "a package in parts: its dense part, and its tables on N servers",
 )
 

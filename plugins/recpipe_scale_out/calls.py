@@ -66,6 +66,12 @@ class Counts:
     received_bytes: int = 0
     seconds: float = 0.0
     """That batches waited for answers."""
+    bags: int = 0
+    """Bags of tables of which the main server has rows."""
+    hot_bags: int = 0
+    """Those of them that have no other rows."""
+    saved: int = 0
+    """Calls that are not made since all bags of a batch that a shard would have been asked for are such."""
 
 
 @dataclass
@@ -164,11 +170,7 @@ class ShardCalls:
     def require(self, models: Sequence[str], version: str, seconds: float) -> None:
         """Return once a replica of each shard answers for its model of this ``version``; ``UserError`` after
         so many ``seconds``, and at once for one that answers for others."""
-        if len(models) != len(self.shards):
-            raise UserError(
-                f"shards= has the addresses of {len(self.shards)} shards, and the package was cut into "
-                f"{len(models)}"
-            )
+        self._require_all(models)
         until = monotonic() + seconds
         for number, (model, replicas) in enumerate(zip(models, self.shards, strict=True)):
             self._require(number, replicas, model, version, until)
@@ -198,6 +200,13 @@ class ShardCalls:
                     f"shard {number} does not answer ({'; '.join(why)}): start it by 'recpipe serve "
                     f"{model} port=PORT'"
                 )
+
+    def _require_all(self, models: Sequence[str]) -> None:
+        if len(models) != len(self.shards):
+            raise UserError(
+                f"shards= has the addresses of {len(self.shards)} shards, and the package was cut into "
+                f"{len(models)}"
+            )
 
     def close(self) -> None:
         """Ask nothing more."""

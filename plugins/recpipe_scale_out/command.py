@@ -20,7 +20,7 @@ from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import CutConfig, of_words
 from recpipe_scale_out.cutting import MAIN, PLAN, write_cut
 from recpipe_scale_out.facts import facts_of
-from recpipe_scale_out.plan import named_plan, require_plan
+from recpipe_scale_out.plan import hottest, named_plan, require_plan
 
 log = logging.getLogger("recpipe")
 
@@ -82,15 +82,18 @@ def cut(package: Path, directory: Path, config: CutConfig) -> None:
     for name, own in parts.items():
         for shard, _, rows in own:
             held[shard] += rows * facts[name].row_bytes
-    with written_alone("", directory, config.overwrite, ("shard", str(package))), beside(directory) as folder:
-        write_cut(package, manifest, facts, parts, config.shards, folder, key)
     *of_shards, at_main = held
+    at_shards = {name: facts[name] for name, own in parts.items() if own[0][0] < config.shards}
+    hot = hottest(at_shards, (main or 0) - at_main)
+    with written_alone("", directory, config.overwrite, ("shard", str(package))), beside(directory) as folder:
+        write_cut(package, manifest, facts, parts, config.shards, folder, key, hot, config.overlap)
     cut_tables = [name for name, own in parts.items() if len(own) > 1]
     log.info(
-        "wrote %s: %d tables on %d shards, %s to %s each%s%s",
+        "wrote %s: %d tables on %d shards, %s to %s each%s%s%s",
         *(directory, len(facts), config.shards),
         *map(readable_bytes, (min(of_shards), max(of_shards))),
-        f"; {readable_bytes(at_main)} at the main server" if at_main else "",
+        f"; {readable_bytes(at_main)} of whole tables at the main server" if at_main else "",
+        f"; copies of {sum(map(len, hot.values())):,} rows of {len(hot)} others there" if hot else "",
         f"; by rows: {', '.join(cut_tables)}" if cut_tables else "",
     )
 

@@ -28,9 +28,14 @@ class CutConfig:
     memory: Text | None = None
     """Most bytes of rows on a shard, ``8GiB``; None: as many as it takes. Larger tables are cut by rows."""
     main: Text | None = None
-    """Bytes for tables that the main server looks up itself; None: it has none."""
+    """Bytes for what the main server looks up itself: whole tables, and then copies of those rows of the
+    others that were looked up most; None: it has none."""
     split_rows: bool = False
     """Whether tables of more than the mean bytes of a shard are cut by rows, too."""
+    overlap: bool | None = None
+    """Whether the main server computes what of the dense part needs no rows while the questions to the shards
+    are on their way, for which the dense part is compiled in two; None: if that takes at least 0.1 ms of 64
+    samples."""
     sign: FilePath | None = None
     """A private Ed25519 key, as a PEM file, by which all parts are signed; None: they are not."""
     overwrite: bool = False

@@ -4,6 +4,7 @@ directory/
   plan.json               which shard holds which rows
   main.recpipe/           the package without its tables, and a default row for each of these
     own/                  as a shard's, if the main server looks up some tables itself
+    hot/                  the same of rows of other tables, of which it has copies
   shard0/, shard1/, ...   see ``sealed``
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +23,27 @@ from numpy.typing import NDArray
 
 from recpipe.answers import score
 from recpipe.answers.manifest import SHARDS, PrivateKey, write_manifest
+from recpipe.answers.reference import FILE as POPULARITY
+from recpipe.answers.reference import Lookups, write_lookups
 from recpipe.common.tensors import new_tensors, save_tensors
+from recpipe_scale_out.bottom import write_parts
 from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Parts, table_lookups
 from recpipe_scale_out.plan import plan_content
-from recpipe_scale_out.sealed import OWN, write_shard
+from recpipe_scale_out.sealed import HOT, OWN, write_shard
 
 PLAN, MAIN, DEFAULT_ROWS = "plan.json", "main.recpipe", "default_rows.safetensors"
 AT_A_TIME = 1 << 16
 """Rows that are copied, or added up, at a time."""
+Taken = tuple[int, int] | NDArray[np.int64]
+"""Rows of a table: the first one and how many, or their numbers, ascending."""
+
+
+class Cut(NamedTuple):
+    """What all parts of a cut are told of it."""
+
+    shards: int
+    version: str
 
 
 def shard_folder(number: int) -> str:
@@ -46,48 +59,67 @@ def write_cut(
     shards: int,
     folder: Path,
     key: PrivateKey | None = None,
+    hot: Mapping[str, NDArray[np.int64]] | None = None,
+    overlap: bool | None = False,
 ) -> None:
     """Cut the ``package`` with this ``manifest`` by ``parts`` into ``folder``, every directory of which is
-    signed by ``key``."""
+    signed by ``key``. ``hot``: by table the rows, ascending, of which the main server gets copies.
+    ``overlap``: whether the dense part is written in two as well; None: if it pays (``bottom``)."""
     plan = plan_content(parts, shards)
     (folder / PLAN).write_text(json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
     # Parts of two cuts never answer together.
     digest = (package / score.DIGEST).read_bytes() + json.dumps(plan, sort_keys=True).encode()
     version = str(int(hashlib.sha256(digest).hexdigest()[:12], 16))  # a whole number, as Triton has them
-    for number in range(shards):
-        _write_shard(package, manifest, parts, number, shards, version, folder / shard_folder(number), key)
-    if any(shard == shards for own in parts.values() for shard, _, _ in own):
-        _write_shard(package, manifest, parts, shards, shards, version, folder / MAIN / OWN, None)
-    _write_main(package, manifest, facts, parts, shards, version, folder / MAIN, key)
+    cut = Cut(shards, version)
+    whole = {name for name, own in parts.items() if len(own) == 1}
+    held: dict[int, dict[str, tuple[int, int]]] = {number: {} for number in range(shards)}
+    for name, own in parts.items():
+        for shard, first, rows in own:
+            held.setdefault(shard, {})[name] = first, rows
+    for number, tables in held.items():
+        if number == shards:
+            _write_rows(package, manifest, tables, whole, cut, number, folder / MAIN / OWN)
+            continue
+        place = folder / shard_folder(number)
+        _write_rows(package, manifest, tables, whole, cut, number, place, lookups_of(facts, tables), key)
+    if hot:
+        _write_rows(package, manifest, hot, {*hot}, cut, shards + 1, folder / MAIN / HOT)
+    _write_main(package, manifest, facts, parts, cut, folder / MAIN, key, overlap)
 
 
-def _write_shard(
+def _write_rows(
     package: Path,
     manifest: Mapping[str, Any],
-    parts: Parts,
+    held: Mapping[str, Taken],
+    whole: Collection[str],
+    cut: Cut,
     number: int,
-    shards: int,
-    version: str,
     folder: Path,
-    key: PrivateKey | None,
+    counted: Mapping[str, Lookups] | None = None,
+    key: PrivateKey | None = None,
 ) -> None:
+    """Write the rows that are ``held`` of each table as the shard of this ``number``. ``whole``: the tables
+    of which it has all rows of each bag that it is asked for; ``counted``: how often training looked up its
+    rows."""
     (folder / "tables").mkdir(parents=True)
     tables: dict[str, dict[str, Any]] = {}
-    for name, about in manifest["tables"].items():
-        for shard, first, rows in parts[name]:
-            if shard == number:
-                copy_rows(package / about["file"], about, first, rows, folder / about["file"])
-                tables[name] = {**about, "rows": rows, "first": first, "of": about["rows"]}
+    for name, own in held.items():
+        told = manifest["tables"][name]
+        copy_rows(package / told["file"], told, own, folder / told["file"])
+        first, rows = own if isinstance(own, tuple) else (0, len(own))
+        tables[name] = {**told, "rows": rows, "first": first, "of": told["rows"]}
+    if counted:
+        write_lookups(folder / POPULARITY, counted)
     lookups = [
-        {"number": at, **own.of_part(len(parts[own.table]) == 1)._asdict()}
+        {"number": at, **own.of_part(own.table in whole)._asdict()}
         for at, own in enumerate(table_lookups(manifest))
         if own.table in tables
     ]
     content = {
         "name": shard_folder(number),
-        "version": version,
+        "version": cut.version,
         "shard": number,
-        "shards": shards,
+        "shards": cut.shards,
         "step": manifest["step"],
         "lookups": lookups,
         "tables": tables,
@@ -95,32 +127,52 @@ def _write_shard(
     write_shard(folder, content, key)
 
 
-def copy_rows(file: Path, about: Mapping[str, Any], first: int, rows: int, target: Path) -> None:
-    """Write rows [first, first + rows) of a table's ``file`` as a file of their own. A pruned table's are
-    those that are kept of these."""
-    if rows == about["rows"]:
+def lookups_of(facts: Mapping[str, TableFacts], held: Mapping[str, tuple[int, int]]) -> dict[str, Lookups]:
+    """How often training looked up the rows that a shard has, by table, if that was counted."""
+    found = {}
+    for name, (first, rows) in held.items():
+        if (counts := facts[name].counts) is not None:
+            low, high = np.searchsorted(counts[0], [first, first + rows])
+            found[name] = counts[0][low:high] - first, counts[1][low:high]
+    return found
+
+
+def copy_rows(file: Path, about: Mapping[str, Any], taken: Taken, target: Path) -> None:
+    """Write rows of a table's ``file`` as a file of their own: of a pruned table those that are kept of
+    these."""
+    if isinstance(taken, tuple) and taken == (0, about["rows"]):
         shutil.copyfile(file, target)
         return
     found = score.tensors(file)
     stored, places = found["rows"], found.get("places")
-    blocks: Iterator[torch.Tensor]
-    if places is None:
-        kept, blocks = rows, iter(torch.split(stored[first : first + rows], AT_A_TIME))
+    tensors: dict[str, torch.Tensor] = {}
+    part: slice | torch.Tensor
+    if isinstance(taken, tuple):
+        part = slice(taken[0], sum(taken))
     else:
-        own = places[first : first + rows]
+        part = tensors["ids"] = torch.from_numpy(taken)
+    if places is None:
+        kept = taken[1] if isinstance(taken, tuple) else len(taken)
+        blocks = (
+            iter(torch.split(stored[part], AT_A_TIME))
+            if isinstance(part, slice)
+            else (stored[some] for some in torch.split(part, AT_A_TIME))
+        )
+    else:
+        own = places[part]
         live = own[own >= 0].long()
+        tensors["places"] = torch.where(own >= 0, (own >= 0).cumsum(0) - 1, -1).int()
         kept, blocks = len(live), (stored[some] for some in torch.split(live, AT_A_TIME))
-    shapes: dict[str, tuple[int, ...]] = {"rows": (kept, stored.shape[1])}
-    if places is not None:
-        shapes["places"] = (rows,)
+    # Rows come last: what follows them may not be aligned.
+    shapes = {name: tuple(own.shape) for name, own in tensors.items()} | {"rows": (kept, stored.shape[1])}
     metadata = {"type": about["type"], "dim": str(about["dimension"])}
-    with new_tensors(target, shapes, metadata, {"rows": "U8", "places": "I32"}) as put:
+    with new_tensors(target, shapes, metadata, {"rows": "U8", "places": "I32", "ids": "I64"}) as put:
+        for name, values in tensors.items():
+            put(name, 0, values.numpy())
         at = 0
         for block in blocks:
             put("rows", at, block.numpy())
             at += block.numel()
-        if places is not None:
-            put("places", 0, torch.where(own >= 0, (own >= 0).cumsum(0) - 1, -1).int().numpy())
 
 
 def _write_main(
@@ -128,10 +180,10 @@ def _write_main(
     manifest: Mapping[str, Any],
     facts: Mapping[str, TableFacts],
     parts: Parts,
-    shards: int,
-    version: str,
+    cut: Cut,
     folder: Path,
     key: PrivateKey | None,
+    overlap: bool | None,
 ) -> None:
     folder.mkdir(exist_ok=True)
     content = {key: value for key, value in manifest.items() if key not in ("files", "format", "schema")}
@@ -148,10 +200,11 @@ def _write_main(
         for name, about in manifest["tables"].items()
     }
     content[SHARDS] = {
-        "version": version,
-        "models": [shard_folder(number) for number in range(shards)],
+        "version": cut.version,
+        "models": [shard_folder(number) for number in range(cut.shards)],
         "parts": {name: [list(part) for part in own] for name, own in parts.items()},
         "default_rows": DEFAULT_ROWS,
+        "in_two": write_parts(folder, manifest, overlap),
     }
     write_manifest(folder, content, key)
 

@@ -2,94 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from recpipe_serve import Lookup, LookupCall, Scorer, Tables, tensors
+from recpipe_serve import LookupCall, Scorer, tensors
 from recpipe_serve.errors import Refused
 from recpipe_serve.grpc.messages import read_response, write_request
 
 from recpipe.answers.manifest import SHARDS
-from recpipe.answers.score import GOLDEN
+from recpipe.answers.score import GOLDEN, Program
 from recpipe.errors import UserError
+from recpipe_scale_out.bags import (
+    Asked,
+    Bags,
+    Pieces,
+    asked_of_shards,
+    bags_of,
+    beside,
+    count_of,
+    follows,
+    runs_of,
+    stands_in,
+)
+from recpipe_scale_out.bottom import TRIED, TwoParts
 from recpipe_scale_out.calls import ShardCalls
-from recpipe_scale_out.lookups import Part, Parts, TableLookup, runs, table_lookups
-from recpipe_scale_out.rows import Rows
-from recpipe_scale_out.sealed import OWN, is_shard
-from recpipe_scale_out.wire import OUTPUT_TYPE, POOLED, Question, Wanted
+from recpipe_scale_out.remote import RemoteLookup, RemoteTables
+from recpipe_scale_out.rows import HotRows, InMemory, Rows
+from recpipe_scale_out.sealed import HOT, OWN, is_shard
+from recpipe_scale_out.wire import OUTPUT_TYPE, POOLED, Floats, Question, Wanted
 
-Array = NDArray[Any]
-Floats = NDArray[np.float32]
-
-
-class RemoteTables(Tables):
-    """What a ``Lookup`` reads of tables none of whose rows are here."""
-
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
-        self.about = manifest["tables"]
-        self.places = {}
-        self.starts = dict.fromkeys(self.about, 0)
-        self.rows = torch.empty(0, dtype=torch.uint8)
-        self.parts: Parts = manifest[SHARDS]["parts"]
-        self.numbers = {own: number for number, own in enumerate(table_lookups(manifest))}
-
-
-class _Column(NamedTuple):
-    """One part of a lookup: a table, and where its values are among those of the whole lookup."""
-
-    number: int
-    """Of the table's lookup."""
-    own: TableLookup
-    parts: Sequence[Part]
-    begin: int
-    end: int
-
-
-class RemoteLookup(Lookup):
-    """One lookup, whose rows are at the shards."""
-
-    def __init__(self, found: dict[str, Any], names: list[str], tables: RemoteTables) -> None:
-        super().__init__(found, names, tables)
-        self.columns: list[_Column] = []
-        end = 0
-        for _, table in found["parts"]:
-            begin, end = end, end + tables.about[table]["dimension"]
-            own = TableLookup(table, found["pooling"], self.weighted)
-            self.columns.append(_Column(tables.numbers[own], own, tables.parts[table], begin, end))
-        self.width = end
-
-    def pooled(self, *_: Any, **__: Any) -> torch.Tensor:
-        """There are no rows here to add up."""
-        raise AssertionError("ShardedScorer.pooled asks the shards")
-
-
-class _Bags(NamedTuple):
-    """The bags of one column of a call."""
-
-    call: int
-    column: _Column
-    bags: int
-    ids: Array
-    lengths: Array | None
-    """None: each bag has one id."""
-    weights: Array | None
-    where: Array | None
-    """The bag of each sample; None: each has its own."""
-
-
-class _Asked(NamedTuple):
-    """What of some bags one shard is asked for."""
-
-    wanted: Wanted
-    own: TableLookup
-    """As the shard computes it."""
-    bags: _Bags
-    of: Array | None
-    """Which of the bags these are; None: all of them, and no other shard has rows of them."""
+log = logging.getLogger("recpipe")
 
 
 class ShardedScorer(Scorer):
@@ -99,6 +44,8 @@ class ShardedScorer(Scorer):
     """
 
     tables: RemoteTables
+    keep: type[InMemory] = InMemory
+    """How rows that are here are kept."""
 
     def __init__(self, directory: Path, calls: ShardCalls, wait: float) -> None:
         self.calls, self.wait = calls, wait
@@ -106,10 +53,23 @@ class ShardedScorer(Scorer):
         """Whether the mean row of a table stands for those of a shard that does not answer; else ``pooled``
         raises ``Refused`` then."""
         self.wire = "FP32"
-        """The type of sums on their way, FP32 or FP16."""
+        """The type of sums on their way (``wire.TYPES``)."""
         self.lacking: tuple[int, ...] = ()
         """The shards without whose rows the latest lookups were answered."""
+        self._dense: torch.Tensor | None = None
+        """The dense features of the batch whose rows are asked for next."""
+        self._begun: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        """These, and what has been computed of them alone."""
+        self.in_two: dict[Program, TwoParts] = {}
+        """The programs that are also there in two parts."""
         super().__init__(directory)
+        files = self.manifest[SHARDS].get("in_two")
+        for program, own in zip(self.programs, files, strict=True) if files else ():
+            two = None if own is None else TwoParts(directory, own, program)
+            if two is not None and two.gives_the_same(self.manifest, TRIED[:5]):
+                self.in_two[program] = two
+            elif two is not None:
+                log.warning("the dense part begins once rows are there: in two it gives other last bits here")
 
     def make_tables(self) -> RemoteTables:
         """Where the rows are; ``UserError`` unless all shards are there, of this cut."""
@@ -120,14 +80,25 @@ class ShardedScorer(Scorer):
                 f"shard {self.directory} DIRECTORY shards=N'"
             )
         self.models, self.version = about["models"], about["version"]
-        own = self.directory / OWN
-        self.own = Rows(own) if is_shard(own) else None
-        """The rows that are here: after those of the shards they have the next number."""
+        own, hot = self.directory / OWN, self.directory / HOT
+        self.here: dict[int, Rows] = {}
+        """The rows that are here, by numbers that follow those of the shards: tables that are here as a
+        whole, and then copies of rows of the shards."""
+        self.hot: HotRows | None = None
+        """These, for bags that have no others."""
+        if is_shard(own):
+            self.here[len(self.models)] = Rows(own, None, self.keep)
+        if is_shard(hot):
+            self.here[len(self.models) + 1] = self.hot = HotRows(hot, self.keep)
         self.default_rows = {
             name: row.numpy() for name, row in tensors(self.directory / about["default_rows"]).items()
         }
-        self.calls.require(self.models, self.version, self.wait)
+        self.find_shards()
         return RemoteTables(self.manifest)
+
+    def find_shards(self) -> None:
+        """``UserError`` unless all shards are there, of this cut."""
+        self.calls.require(self.models, self.version, self.wait)
 
     def golden_difference(self) -> float:
         """How far the golden batch's scores are from those of the machine that made the package."""
@@ -148,181 +119,115 @@ class ShardedScorer(Scorer):
         """Never: the thread that answers requests does not wait for shards."""
         return False
 
+    def meanwhile(self, dense: torch.Tensor) -> None:
+        """See ``ComputesMeanwhile``."""
+        self._dense = dense if self.in_two and self.program_for(len(dense)) in self.in_two else None
+
+    def scores(self, dense: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+        """See ``Scorer``; what needs no rows may have been computed already."""
+        begun, self._begun = self._begun, None
+        if begun is None or begun[0] is not dense:
+            return super().scores(dense, found)
+        program = self.program_for(len(dense))
+        scores = self.in_two[program].finished(dense, begun[1], found)
+        self.last_layer = program.last_layer
+        return scores
+
     def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
         """What the lookups find; each shard is asked once for all of them."""
         # The program rounds by where its inputs lie: torch's memory is aligned.
-        results = [torch.empty(_count(call), call.lookup.width) for call in calls]  # type: ignore[attr-defined]
-        asked: dict[int, list[_Asked]] = {}
-        cut: dict[int, tuple[_Bags, Floats]] = {}
-        for own in _bags_of(calls):
-            whole = len(own.column.parts) == 1
-            if not whole:
-                sums = np.zeros((own.bags, own.column.end - own.column.begin), np.float32)
-                cut[id(own)] = own, sums
-            for shard, first, rows in own.column.parts:
-                one = _asked(own, None if whole else (first, rows))
+        results = [torch.empty(count_of(call), call.lookup.width) for call in calls]  # type: ignore[attr-defined]
+        asked: dict[int, list[Asked]] = {}
+        pieces: dict[int, Pieces] = {}
+        needless = set[int]()
+        for own in bags_of(calls):
+            for server, one in self._servers_of(own, needless):
+                if one.of is not None and id(own) not in pieces:
+                    pieces[id(own)] = Pieces(own)
                 if one.wanted.bags:
-                    asked.setdefault(shard, []).append(one)
+                    asked.setdefault(server, []).append(one)
+        self.calls.counts.saved += len(needless - asked.keys())
         self.lacking = ()
         for some, matrix in self._answers(asked):
-            self._put(some, matrix, results, cut)
-        for own, sums in cut.values():
-            if own.column.own.pooling == "mean":
-                lengths = np.ones(own.bags, np.int64) if own.lengths is None else own.lengths
-                sums /= np.maximum(lengths, 1)[:, None].astype(np.float32)
-            into = results[own.call].numpy()[:, own.column.begin : own.column.end]
-            into[:] = sums if own.where is None else sums[own.where]
+            self._put(some, matrix, results, pieces)
+        for several in pieces.values():
+            several.put(results)
         return results
 
-    def _answers(self, asked: dict[int, list[_Asked]]) -> Iterator[tuple[list[_Asked], Floats]]:
+    def _servers_of(self, own: Bags, needless: set[int]) -> Iterator[tuple[int, Asked]]:
+        """By number, who is asked for these bags, and for what. Bags that have copies of rows alone are
+        looked up here, with the bits of the whole table; the shards that would have been asked for them are
+        put into ``needless``."""
+        column, every = own.column, own.every
+        if self.hot is None or column.own.table not in self.hot.ids:
+            yield from asked_of_shards(own, every, None)
+            return
+        places = self.hot.places(column.own.table, every.ids)
+        hot = every.all_in(places >= 0)
+        self.calls.counts.bags += every.bags
+        self.calls.counts.hot_bags += (count := int(hot.sum()))
+        some = None if count == every.bags else hot.nonzero()[0]
+        if count:
+            would_be = asked_of_shards(own, every.chosen(hot), some)
+            needless.update(shard for shard, one in would_be if one.wanted.bags)
+            here = every._replace(ids=places).chosen(hot)
+            yield len(self.models) + 1, Asked(Wanted(column.number, *here), column.own, own, some)
+        if not count:
+            yield from asked_of_shards(own, every, None)
+        elif count < every.bags:
+            yield from asked_of_shards(own, every.chosen(~hot), (~hot).nonzero()[0])
+
+    def _answers(self, asked: dict[int, list[Asked]]) -> Iterator[tuple[list[Asked], Floats]]:
         """The runs of all shards, one shard's after the other's: what of a request is beside each other, and
         the values of that."""
-        here = asked.pop(len(self.models), [])
-        here.sort(key=_beside)
+        for own in asked.values():
+            own.sort(key=beside)
+        here = [(rows, asked.pop(number, [])) for number, rows in self.here.items()]
         messages = {}
         parameters = {} if self.wire == "FP32" else {OUTPUT_TYPE: self.wire}
         for shard, own in asked.items():
-            own.sort(key=_beside)
             inputs = Question.of([one.wanted for one in own]).tensors()
             messages[shard] = write_request(self.models[shard], inputs, self.version, parameters=parameters)
         answers_of = self.calls.ask(messages)
-        if here:  # while the questions are on their way
-            assert self.own is not None
-            yield from _runs_of(here, self.own.pooled(Question.of([one.wanted for one in here])))
+        for rows, own in here:  # while the questions are on their way
+            if own:
+                yield from runs_of(own, rows.pooled(Question.of([one.wanted for one in own])))
+        if self._dense is not None:
+            dense, self._dense = self._dense, None
+            self._begun = dense, self.in_two[self.program_for(len(dense))].begun(dense)
         answers = answers_of()
         for shard in sorted(answers):  # sums have one order
             answer = answers[shard]
             if not isinstance(answer, str):
-                values = read_response(answer).values[POOLED].astype(np.float32, copy=False)
-                yield from _runs_of(asked[shard], values)
+                yield from runs_of(asked[shard], read_response(answer).values[POOLED])
                 continue
             if not self.stands_in:
                 raise Refused(503, "shards", f"shard {shard} does not answer: {answer}")
             self.lacking += (shard,)
-            yield from (([one], self._default(one)) for one in asked[shard])
-
-    def _default(self, one: _Asked) -> Floats:
-        """What stands for rows of a shard that does not answer: the mean row of the table, as often as rows
-        would have been added up."""
-        row, wanted = self.default_rows[one.own.table], one.wanted
-        each = np.ones(len(wanted.ids), np.float32) if wanted.weights is None else wanted.weights
-        if one.own.pooling == "none" or wanted.lengths is None:
-            times = each
-        else:
-            of_bag = np.repeat(np.arange(wanted.bags), wanted.lengths)
-            times = np.bincount(of_bag, each, wanted.bags)
-            if one.own.pooling == "mean":
-                times = times / np.maximum(wanted.lengths, 1)
-        found: Floats = (times[:, None] * row).astype(np.float32)
-        return found
+            yield from (([one], stands_in(one, self.default_rows[one.own.table])) for one in asked[shard])
 
     def _put(
         self,
-        asked: Sequence[_Asked],
+        asked: Sequence[Asked],
         matrix: Floats,
         results: Sequence[torch.Tensor],
-        cut: Mapping[int, tuple[_Bags, Floats]],
+        pieces: Mapping[int, Pieces],
     ) -> None:
         """Put the columns of a run's ``matrix`` where they belong."""
         begin = at = 0
         while at < len(asked):
             first = last = asked[at]
-            end = begin + first.bags.column.end - first.bags.column.begin
+            end = begin + first.bags.column.width
             at += 1
             if first.of is not None:
-                cut[id(first.bags)][1][first.of] += matrix[:, begin:end]
+                pieces[id(first.bags)].take(first, matrix[:, begin:end])
                 begin = end
                 continue
-            while at < len(asked) and _follows(last.bags, asked[at]):
+            while at < len(asked) and follows(last.bags, asked[at]):
                 last = asked[at]
-                end += last.bags.column.end - last.bags.column.begin
+                end += last.bags.column.width
                 at += 1
             into = results[first.bags.call].numpy()[:, first.bags.column.begin : last.bags.column.end]
             own = matrix[:, begin:end]
             into[:] = own if first.bags.where is None else own[first.bags.where]
             begin = end
-
-
-def _count(call: LookupCall) -> int:
-    """The rows of what a call finds."""
-    if call.where is not None or not call.lookup.sequence:
-        return call.samples
-    (feature,) = call.lookup.features
-    return int(call.offsets[(feature + 1) * call.samples] - call.offsets[feature * call.samples])
-
-
-def _bags_of(calls: Sequence[LookupCall]) -> Iterator[_Bags]:
-    """The bags of each column of these calls."""
-    for number, (lookup, ids, offsets, samples, where, weights) in enumerate(calls):
-        assert isinstance(lookup, RemoteLookup)
-        given: Array | None = None
-        if where is None:
-            if weights is not None and lookup.weighted:
-                given = lookup.arranged(weights, offsets, samples)[0].numpy()
-            ids, offsets = lookup.arranged(ids, offsets, samples)
-        rows, ends = ids.numpy(), offsets.numpy()
-        every = np.diff(ends) if where is None else ends  # lengths
-        for place, column in enumerate(lookup.columns):
-            if where is not None:
-                low, high = ends[place : place + 2].tolist()
-                of_sample = where.numpy()[place * samples : (place + 1) * samples] - low
-                alike = high - low == samples and np.array_equal(of_sample, np.arange(samples))
-                own = None if alike else of_sample
-                yield _Bags(number, column, high - low, rows[low:high], None, None, own)
-                continue
-            low, high = int(ends[place * samples]), int(ends[(place + 1) * samples])
-            each = every[place * samples : (place + 1) * samples]
-            one_each = lookup.sequence or (high - low == samples and bool((each == 1).all()))
-            lengths = None if one_each else each
-            bags = high - low if lengths is None else samples
-            own_weights = None if given is None else given[low:high]
-            yield _Bags(number, column, bags, rows[low:high], lengths, own_weights, None)
-
-
-def _asked(own: _Bags, rows: tuple[int, int] | None) -> _Asked:
-    """What of some bags a shard is asked for that has these ``rows``, the first one and how many; None: all.
-    Of a part of the table only bags with ids there are asked for."""
-    if rows is None:
-        wanted = Wanted(own.column.number, own.bags, own.ids, own.lengths, own.weights)
-        return _Asked(wanted, own.column.own, own, None)
-    first, count = rows
-    here = (own.ids >= first) & (own.ids < first + count)
-    ids = own.ids[here] - first
-    weights = None if own.weights is None else own.weights[here]
-    computed = own.column.own.of_part(False)
-    if own.lengths is None:
-        of = np.flatnonzero(here)
-        return _Asked(Wanted(own.column.number, len(of), ids, None, weights), computed, own, of)
-    counts = np.bincount(np.repeat(np.arange(own.bags), own.lengths)[here], minlength=own.bags)
-    of = np.flatnonzero(counts)
-    return _Asked(Wanted(own.column.number, len(of), ids, counts[of], weights), computed, own, of)
-
-
-def _runs_of(asked: list[_Asked], values: Floats) -> Iterator[tuple[list[_Asked], Floats]]:
-    """The runs of a request and their matrices in an answer's ``values``; ``Refused`` if these are others."""
-    at = 0
-    for run in runs([one.own for one in asked], [one.wanted.bags for one in asked]):
-        own = asked[run]
-        bags, width = own[0].wanted.bags, sum(one.bags.column.end - one.bags.column.begin for one in own)
-        end = at + bags * width
-        if end > len(values):
-            break
-        yield own, values[at:end].reshape(bags, width)
-        at = end
-    if at != len(values):
-        raise Refused(503, "shards", "a shard's answer has not the values that it was asked for")
-
-
-def _beside(one: _Asked) -> tuple[str, bool, int]:
-    """Alike for lookups that can be one run."""
-    return one.own.pooling, one.own.weighted, one.wanted.bags
-
-
-def _follows(before: _Bags, one: _Asked) -> bool:
-    """Whether a column is the next one of the same call, with the same bags for its samples."""
-    own = one.bags
-    if one.of is not None or own.call != before.call or own.column.begin != before.column.end:
-        return False
-    if own.where is None or before.where is None:
-        return own.where is before.where
-    return np.array_equal(own.where, before.where)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import with_config
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -28,6 +29,8 @@ from recpipe_scale_out.lookups import Part, Parts
 from recpipe_scale_out.planners import PLANS
 
 FORMAT: Literal["recpipe plan of shards"] = "recpipe plan of shards"
+ROW_NUMBER = 8
+"""Bytes of the number of a row of which the main server has a copy."""
 BOUNDLESS = 2**62
 """Bytes of a shard whose memory is not said."""
 
@@ -82,6 +85,26 @@ def stay(facts: Mapping[str, TableFacts], room: int) -> dict[str, TableFacts]:
         if own.nbytes <= room:
             found[name] = own
             room -= own.nbytes
+    return found
+
+
+def hottest(facts: Mapping[str, TableFacts], room: int) -> dict[str, NDArray[np.int64]]:
+    """By table the rows of which the main server has copies, ascending, of ``room`` bytes in all: those that
+    training has looked up most for their bytes; none of tables whose lookups were not counted."""
+    counted = {name: own for name, own in facts.items() if own.counts is not None and len(own.counts[0])}
+    if not counted or room <= 0:
+        return {}
+    each = [own.row_bytes + ROW_NUMBER for own in counted.values()]
+    sizes = [len(own.counts[0]) for own in counted.values() if own.counts is not None]
+    counts = np.concatenate([own.counts[1] for own in counted.values() if own.counts is not None])
+    nbytes = np.repeat(each, sizes)
+    order = np.argsort(-counts / nbytes, kind="stable")
+    taken = np.zeros(len(order), bool)
+    taken[order[np.cumsum(nbytes[order]) <= room]] = True
+    found = {}
+    for (name, own), which in zip(counted.items(), np.split(taken, np.cumsum(sizes)[:-1]), strict=True):
+        if which.any() and own.counts is not None:
+            found[name] = np.sort(own.counts[0][which]).astype(np.int64)
     return found
 
 

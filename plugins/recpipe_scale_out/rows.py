@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from recpipe_serve import LookupCall
 from recpipe_serve.errors import bad
+from recpipe_serve.row_server import LooksUp
 
-from recpipe.answers.score import Lookup, PackageError, Tables, numbers, offsets_of
+from recpipe.answers.score import Lookup, PackageError, Tables, numbers, offsets_of, tensors
 from recpipe.errors import UserError
 from recpipe_scale_out.lookups import TableLookup, runs
 from recpipe_scale_out.sealed import read_shard
-from recpipe_scale_out.wire import Question
+from recpipe_scale_out.wire import TYPES, Array, Question, sent
 
 KEPT = 4096
 """Sets of lookups whose operator is kept."""
 
 
-class Rows:
-    """The tables in the shard's ``directory``, checked, in memory: the files themselves, mapped, so that
-    processes share them. ``UserError`` if they cannot be used."""
+class InMemory:
+    """``tables`` of a manifest whose files are in ``directory``, mapped, so that processes share them. See
+    ``LooksUp``."""
 
-    def __init__(self, directory: Path, trust: Path | None = None) -> None:
+    def __init__(self, directory: Path, tables: dict[str, Any]) -> None:
+        self.tables = Tables(directory, tables, True)
+
+    def lookup(self, found: dict[str, Any], features: list[str]) -> Lookup:
+        """See ``LooksUp``."""
+        return Lookup(found, features, self.tables)
+
+    def pooled(self, calls: list[LookupCall]) -> list[torch.Tensor]:
+        """See ``LooksUp``."""
+        return [call.lookup(*call[1:]) for call in calls]
+
+
+class Rows:
+    """The tables in the shard's ``directory``, checked, and kept as ``keep`` does. ``UserError`` if they
+    cannot be used."""
+
+    def __init__(
+        self,
+        directory: Path,
+        trust: Path | None = None,
+        keep: Callable[[Path, dict[str, Any]], LooksUp] = InMemory,
+    ) -> None:
         self.content = read_shard(directory, trust)
         try:
-            self.tables = Tables(directory, {n: {**own} for n, own in self.content["tables"].items()}, True)
+            kept = keep(directory, {n: {**own} for n, own in self.content["tables"].items()})
         except PackageError as fault:
             raise UserError(str(fault)) from fault
         self.lookups = {
@@ -35,13 +59,19 @@ class Rows:
             for own in self.content["lookups"]
         }
         self.held = {name: own["rows"] for name, own in self.content["tables"].items()}
-        self._operator = lru_cache(KEPT)(self._made)
+        self.keep_as(kept)
+        for lookup in self.lookups.values():  # what cannot be looked up is said now
+            self._operator((lookup,))
 
-    def pooled(self, asked: Question) -> NDArray[np.float32]:
-        """What these lookups find, run by run, float32 [V] (see ``wire``); ``Refused`` for lookups and ids
-        that are not here."""
+    def keep_as(self, kept: LooksUp) -> None:
+        """Look rows up by ``kept``, which has all of them."""
+        self.kept, self._operator = kept, lru_cache(KEPT)(self._made)
+
+    def pooled(self, asked: Question, kind: str = "FP32") -> Array:
+        """What these lookups find, run by run, [V] of this ``kind`` (see ``wire``); ``Refused`` for lookups
+        and ids that are not here."""
         own = self._known(asked)
-        ends, bag_ends, found = asked.ends.tolist(), asked.bag_ends.tolist(), []
+        ends, bag_ends, calls, dims = asked.ends.tolist(), asked.bag_ends.tolist(), [], []
         with torch.inference_mode():
             ids = torch.from_numpy(asked.ids)
             weights = None if asked.weights is None else torch.from_numpy(asked.weights)
@@ -56,8 +86,11 @@ class Rows:
                     offsets = offsets_of(torch.from_numpy(asked.lengths[first:last]))
                 given = weights[low:high] if weights is not None and own[run.start].weighted else None
                 operator, bags = self._operator(tuple(own[run])), (last - first) // (run.stop - run.start)
-                found.append(operator(ids[low:high], offsets, bags, None, given).numpy().reshape(-1))
-        return np.concatenate(found) if found else np.empty(0, np.float32)
+                calls.append(LookupCall(operator, ids[low:high], offsets, bags, None, given))
+                dims.append([self.content["tables"][lookup.table]["dimension"] for lookup in own[run]])
+            found = self.kept.pooled(calls)
+        parts = [sent(each.numpy(), wide, kind) for each, wide in zip(found, dims, strict=True)]
+        return np.concatenate(parts) if parts else np.empty(0, TYPES[kind])
 
     def _known(self, asked: Question) -> list[TableLookup]:
         """The lookups, all of whose rows are here."""
@@ -88,4 +121,21 @@ class Rows:
             "weighted": lookups[0].weighted,
             "parts": [(name, lookup.table) for name, lookup in zip(names, lookups, strict=True)],
         }
-        return Lookup(about, names, self.tables)
+        return self.kept.lookup(about, names)
+
+
+class HotRows(Rows):
+    """Rows of tables that shards hold, those looked up most: copies at the main server."""
+
+    def __init__(self, directory: Path, keep: type[InMemory] = InMemory) -> None:
+        super().__init__(directory, None, keep)
+        files = {name: directory / own["file"] for name, own in self.content["tables"].items()}
+        self.ids = {name: tensors(file)["ids"].numpy() for name, file in files.items()}
+        """Of each table the numbers of the rows that are here, int64, ascending."""
+
+    def places(self, table: str, ids: Array) -> Array:
+        """Where the rows ``ids`` int64 [n] of ``table`` are among those here, int64 [n]; -1: not here."""
+        own = self.ids[table]
+        at = np.searchsorted(own, ids)
+        at[at == len(own)] = 0
+        return np.where(own[at] == ids, at, -1)

@@ -27,7 +27,9 @@ from recpipe.errors import UserError
 
 MANIFEST, DIGEST, SIGNATURE = "shard.json", "shard.sha256", "shard.sig"
 OWN = "own"
-"""The folder of a package's dense part with the rows that the main server looks up itself."""
+"""The folder of a package's dense part with the tables that the main server looks up itself."""
+HOT = "hot"
+"""That with copies of rows of other tables; their files have the rows' numbers as "ids" int64, ascending."""
 FORMAT: Literal["recpipe shard"] = "recpipe shard"
 
 
@@ -106,6 +108,8 @@ def read_shard(directory: Path, trust: Path | None = None) -> Content:
 def write_shard(directory: Path, content: Mapping[str, Any], key: PrivateKey | None = None) -> None:
     """Write shard.json with the digest of every other file in ``directory``, its own digest, and its
     signature by ``key``; all of it is on the disk on return."""
+    for name in (MANIFEST, DIGEST, SIGNATURE):
+        (directory / name).unlink(missing_ok=True)
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     digests = {}
     for file in files:

@@ -12,23 +12,26 @@ import logging
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+from recpipe_serve import RowServer
 from recpipe_serve.errors import Refused, bad
 from recpipe_serve.grpc.listener import answering, at, reserved_port
 from recpipe_serve.grpc.service import InferenceService
 from recpipe_serve.http.protocol import InferenceRequest
 from recpipe_serve.models import READY, Outputs, ServedModel, ServedModels, entry
 
+from recpipe.answers.words import of_plugins, the_plugins
 from recpipe.common.console import alone, capture_logs
 from recpipe.common.process import quieted
 from recpipe.errors import UserError, shown
 from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import ShardConfig, of_words
-from recpipe_scale_out.rows import Rows
+from recpipe_scale_out.rows import InMemory, Rows
 from recpipe_scale_out.wire import INPUTS, OUTPUT_TYPE, POOLED, TYPES, Question
 
 log = logging.getLogger("recpipe")
@@ -85,7 +88,7 @@ class ShardModel(ServedModel):
             raise bad(f"{OUTPUT_TYPE} is {shown(kind)}, not one of {', '.join(TYPES)}")
         asked = Question.read(request.inputs)
         began = perf_counter_ns()
-        found = self.rows.pooled(asked).astype(TYPES[kind], copy=False)
+        found = self.rows.pooled(asked, kind)
         self.counted.update(requests=1, lookups=len(asked.lookups), lookup_ns=perf_counter_ns() - began)
         return Outputs({POOLED: found})
 
@@ -146,22 +149,28 @@ class ShardModels(ServedModels[ShardModel]):
 
 def serve_shard(directory: Path, words: Sequence[str]) -> int:
     """``recpipe serve SHARD key=value ...``; returns after SIGTERM or Ctrl-C."""
-    config = of_words(ShardConfig, words, "serve")
+    mine, others = of_plugins(words)
+    config = of_words(ShardConfig, others, "serve")
     prepare_process()
+    (keeper,) = the_plugins(mine, (RowServer,), "serve", "sdm") if mine else (None,)
     torch.set_num_threads(config.threads)
-    with quieted(), alone(), capture_logs(None):
-        asyncio.run(_serve(directory.expanduser(), config))
+    with quieted(), alone(), capture_logs(None), ExitStack() as open_:
+        if keeper is not None:
+            open_.callback(keeper.close)
+        asyncio.run(_serve(directory.expanduser(), config, keeper))
         log.info("stopped")
     return 0
 
 
-async def _serve(directory: Path, config: ShardConfig) -> None:
+async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None = None) -> None:
     trust = None if config.trust is None else Path(config.trust)
-    models = ShardModels(ShardModel(Rows(directory, trust)))
+    models = ShardModels(ShardModel(Rows(directory, trust, InMemory if keeper is None else keeper.alone)))
     loop, stopped, tasks = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
 
     async def anew() -> None:
         try:
+            if keeper is not None:
+                raise UserError(f"{directory}: a plugin keeps rows of one version: start the shard again")
             models.take(ShardModel(await asyncio.to_thread(Rows, directory, trust)))
         except UserError as fault:
             log.warning("%s; the rows before are still served", fault)

@@ -6,6 +6,9 @@ each asks for, all of their ``ids`` INT64 [N] (places among the rows that the sh
 of them each bag has, ``lengths`` INT32 [sum of bags], left out where each has one, and the ``weights`` FP32
 [N] of ids, where some have any. The answer, ``pooled`` FP32 or FP16 [V], has a matrix [bags, W] for each of
 the request's ``runs``: beside each other the sums of its lookups. Where rows are not pooled it is [n, D].
+
+As INT8 the answer is UINT8 [V]: each sum of D values is D codes and then scale and bias, float32, as FBGEMM
+has rows of 8 bits (Fused8BitRowwiseQuantized); a value is code * scale + bias.
 """
 
 from __future__ import annotations
@@ -16,14 +19,22 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from recpipe_serve.errors import bad
 
 Array = NDArray[Any]
+Floats = NDArray[np.float32]
 LOOKUPS, BAGS, IDS, LENGTHS, WEIGHTS, POOLED = "lookups", "bags", "ids", "lengths", "weights", "pooled"
 OUTPUT_TYPE = "output_type"
 """A parameter of requests: the type of the answer, one of ``TYPES``; FP32 unless it is there."""
-TYPES: Mapping[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
+TYPES: Mapping[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"),
+    "FP16": np.dtype("<f2"),
+    "INT8": np.dtype("u1"),
+}
+SCALE_AND_BIAS = 8
+"""Bytes behind the codes of a sum that is sent as INT8."""
 INPUTS = {LOOKUPS: "INT32", BAGS: "INT32", IDS: "INT64", LENGTHS: "INT32", WEIGHTS: "FP32"}
 OPTIONAL = (LENGTHS, WEIGHTS)
 SMALL = np.iinfo(np.int32).max
@@ -130,3 +141,36 @@ class Question:
         if weights is not None and len(weights) != len(ids):
             raise bad(f"there are {len(weights)} weights, and {len(ids)} ids")
         return cls(numbers, bags, ids, lengths, weights)
+
+
+def sent(values: Floats, dims: Sequence[int], kind: str) -> Array:
+    """A run's matrix float32 [bags, W] as values of an answer of this ``kind``, [V]; ``dims``: how wide each
+    of its lookups is, W in all."""
+    if TYPES[kind].kind == "f":
+        return values.reshape(-1).astype(TYPES[kind], copy=False)
+    parts = [values.reshape(-1, dims[0])] if len({*dims}) == 1 else np.split(values, np.cumsum(dims)[:-1], 1)
+    quantize = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized
+    codes = [quantize(torch.from_numpy(np.ascontiguousarray(part))).numpy() for part in parts]
+    return (codes[0] if len(codes) == 1 else np.concatenate(codes, axis=1)).reshape(-1)
+
+
+def width_of(dims: Sequence[int], values: Array) -> int:
+    """How many of an answer's ``values`` a bag of a run has whose lookups are so wide."""
+    return sum(dims) + (len(dims) * SCALE_AND_BIAS if values.dtype == np.uint8 else 0)
+
+
+def received(values: Array, dims: Sequence[int], bags: int) -> Floats:
+    """The matrix float32 [bags, W] that was ``sent`` as these values."""
+    if values.dtype != np.uint8:
+        return values.astype(np.float32, copy=False).reshape(bags, -1)
+    if len({*dims}) == 1:
+        return _floats(values.reshape(-1, dims[0] + SCALE_AND_BIAS)).reshape(bags, -1)
+    ends = np.cumsum([dim + SCALE_AND_BIAS for dim in dims])[:-1]
+    return np.concatenate([_floats(part) for part in np.split(values.reshape(bags, -1), ends, 1)], axis=1)
+
+
+def _floats(rows: Array) -> Floats:
+    """Rows of codes, scale and bias, uint8 [n, D + 8], as float32 [n, D]."""
+    scale, bias = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS:]).view("<f4").T[:, :, None]
+    found: Floats = rows[:, :-SCALE_AND_BIAS] * scale + bias
+    return found

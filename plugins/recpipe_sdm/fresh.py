@@ -16,7 +16,7 @@ import torch
 from recpipe_serve.fresh.versions import Changing, Step, Versions
 
 from recpipe.plugin import UserError
-from recpipe_sdm.scorer import TieredScorer
+from recpipe_sdm.scorer import TieredLookups, TieredScorer
 from recpipe_sdm.tables import TieredTables, Tiering, tiered_tables
 
 Rows = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -114,7 +114,7 @@ def with_changed(
     return rows
 
 
-def require_one_base(made: TieredScorer | None) -> None:
+def require_one_base(made: TieredLookups | None) -> None:
     """``UserError`` if there is a package already: its rows cannot become another's while they follow."""
     if made is not None:
         raise UserError(

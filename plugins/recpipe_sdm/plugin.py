@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from recpipe_serve import PackageError, RowServer, Scorer, read_lookups
 
@@ -14,8 +15,8 @@ from recpipe.kit import Amount, readable_bytes
 from recpipe.plugin import Context, Contribution, Plugin, PluginError
 from recpipe_sdm.budget import Lookups
 from recpipe_sdm.fresh import TieredVersions, require_one_base
-from recpipe_sdm.scorer import TieredScorer
-from recpipe_sdm.tables import Tiering
+from recpipe_sdm.scorer import TieredLookups, TieredScorer
+from recpipe_sdm.tables import Tiering, tiered_tables
 
 log = logging.getLogger("recpipe")
 
@@ -40,7 +41,7 @@ class SDM(Plugin, RowServer):
         self.pooled = Amount.parsed(pooled, "plugins.sdm.pooled")
         self.tables, self.admission = tables, admission
         self.directory = None if directory is None else Path(directory).expanduser()
-        self.made: TieredScorer | None = None
+        self.made: TieredLookups | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def contribute(self, ctx: Context) -> Contribution:
@@ -51,12 +52,13 @@ class SDM(Plugin, RowServer):
         """Put the rows of the package on the SSD, and the first ones into DRAM; or, if a package is served,
         replace those of its rows that differ in this one."""
         try:
-            if self.made is None:
-                self.made = TieredScorer(package, self._tiering(package))
-                return self.made
+            earlier = self.made
+            if not isinstance(earlier, TieredScorer):
+                self.made = made = TieredScorer(package, self._tiering(package))
+                return made
             before = self.counted()
             try:
-                self.made = TieredScorer(package, self.made.how, self.made)
+                self.made = made = TieredScorer(package, earlier.how, earlier)
             except Exception:
                 if self.counted()["sdm_rows_replaced"] != before["sdm_rows_replaced"]:
                     log.error(
@@ -69,7 +71,7 @@ class SDM(Plugin, RowServer):
             self.counted()[key] - before[key] for key in ("sdm_rows_replaced", "sdm_bytes_written")
         )
         log.info("%s rows replaced, %s written to the SSD", f"{replaced:,.0f}", readable_bytes(written))
-        return self.made
+        return made
 
     def followed(self, package: Path, most: int, goes_back: bool) -> TieredVersions:
         """Put the rows of the package on the SSD, and replace those that deltas bring."""
@@ -80,6 +82,11 @@ class SDM(Plugin, RowServer):
             raise PluginError(str(fault)) from fault
         self.made = versions.first
         return versions
+
+    def alone(self, directory: Path, tables: dict[str, Any]) -> TieredLookups:
+        """Put the rows of a shard on the SSD, and the first ones into DRAM."""
+        self.made = TieredLookups(tiered_tables(directory, tables, self._tiering(directory)))
+        return self.made
 
     def _tiering(self, package: Path) -> Tiering:
         place = self.directory or package.parent

@@ -69,44 +69,19 @@ class _Plan(NamedTuple):
     version: int
 
 
-class TieredScorer(Scorer):
-    """A ``Scorer``, with the same bits, of a package whose tables are kept as ``how`` says.
+class TieredLookups:
+    """Looks up rows of ``tables``, with the bits of all rows in DRAM; one thread does, and calls
+    ``ahead``."""
 
-    One thread scores and calls ``ahead``. ``earlier``: another package's, whose rows
-    become this one's while it scores; None: new tables are made.
-    """
+    _next: _Plan | None = None
+    """What the batch that was read ahead looks up."""
 
-    tables: TieredTables
+    def __init__(self, tables: TieredTables) -> None:
+        self.tables = tables
 
-    def __init__(self, directory: Path, how: Tiering, earlier: TieredScorer | None = None) -> None:
-        self.how, self._earlier = how, earlier
-        self._next: _Plan | None = None
-        """What the batch that was read ahead looks up."""
-        super().__init__(directory)
-
-    def make_tables(self) -> TieredTables:
-        """Tables in DRAM and on the SSD."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
-            return tiered_tables(self.directory, self.manifest["tables"], self.how)
-        if "maps" in self.manifest:
-            raise UserError(
-                f"{self.directory}: its rows are of other ids than those that are served (rows: dynamic), "
-                "and are put in their places one after the other: restart the server"
-            )
-        for what in ("dense", "sparse", "lookups", "outputs", "sequences"):
-            if self.manifest.get(what) != earlier.manifest.get(what):
-                raise UserError(
-                    f"{self.directory}: its manifest's '{what}' is not as in the package that is served; "
-                    "restart the server"
-                )
-        earlier.tables.become(self.directory, self.manifest["tables"])
-        return earlier.tables
-
-    def lookup(self, found: dict[str, Any], features: list[str] | None = None) -> TieredLookup:
-        """See ``Scorer``."""
-        names = [feature["name"] for feature in self.manifest["sparse"]]
-        return TieredLookup(found, names if features is None else features, self.tables)
+    def lookup(self, found: dict[str, Any], features: list[str]) -> TieredLookup:
+        """See ``LooksUp``."""
+        return TieredLookup(found, features, self.tables)
 
     def ahead(self, calls: list[LookupCall]) -> None:
         """Begin to read the rows that these lookups will miss, and return. Nothing has to follow."""
@@ -203,3 +178,40 @@ class TieredScorer(Scorer):
         """Wait for reads, and remove the rows from the SSD: the package has them. Calling it again does
         nothing."""
         self.tables.tiers.close()
+
+
+class TieredScorer(TieredLookups, Scorer):
+    """A ``Scorer``, with the same bits, of a package whose tables are kept as ``how`` says.
+
+    ``earlier``: another package's, whose rows become this one's while it scores; None: new tables are made.
+    """
+
+    tables: TieredTables
+
+    def __init__(self, directory: Path, how: Tiering, earlier: TieredScorer | None = None) -> None:
+        self.how, self._earlier = how, earlier
+        Scorer.__init__(self, directory)
+
+    def make_tables(self) -> TieredTables:
+        """Tables in DRAM and on the SSD."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return tiered_tables(self.directory, self.manifest["tables"], self.how)
+        if "maps" in self.manifest:
+            raise UserError(
+                f"{self.directory}: its rows are of other ids than those that are served (rows: dynamic), "
+                "and are put in their places one after the other: restart the server"
+            )
+        for what in ("dense", "sparse", "lookups", "outputs", "sequences"):
+            if self.manifest.get(what) != earlier.manifest.get(what):
+                raise UserError(
+                    f"{self.directory}: its manifest's '{what}' is not as in the package that is served; "
+                    "restart the server"
+                )
+        earlier.tables.become(self.directory, self.manifest["tables"])
+        return earlier.tables
+
+    def lookup(self, found: dict[str, Any], features: list[str] | None = None) -> TieredLookup:
+        """See ``Scorer``."""
+        names = [feature["name"] for feature in self.manifest["sparse"]]
+        return TieredLookup(found, names if features is None else features, self.tables)

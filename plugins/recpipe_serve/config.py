@@ -87,8 +87,8 @@ class ServeConfig:
     row of their table stands for each of them, and which say so."""
     shards_wait: Seconds = 30.0
     """Seconds that a starting server waits for its shards."""
-    shards_wire: Annotated[str, one_of("FP32", "FP16")] = "FP32"
-    """The type in which sums of rows are sent."""
+    shards_wire: Annotated[str, one_of("FP32", "FP16", "INT8")] = "FP32"
+    """The type in which sums of rows are sent; INT8: with a scale and a bias for each sum."""
     follow: FilePath | None = None
     """A directory of deltas, which are taken as they come; None: none are."""
     poll_seconds: Annotated[float, Interval(ge=0.01, le=3600)] = 0.5

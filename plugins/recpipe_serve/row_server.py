@@ -5,13 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from recpipe.errors import UserError
 
 if TYPE_CHECKING:
-    from recpipe.answers.score import Scorer
+    import torch
+
+    from recpipe.answers.score import Call, Lookup, Scorer
     from recpipe_serve.fresh.versions import Versions
+
+
+class LooksUp(Protocol):
+    """Looks up rows of tables, as a ``Scorer`` does."""
+
+    def lookup(self, found: dict[str, Any], features: list[str]) -> Lookup:
+        """A lookup by its description in a manifest, whose ids are those of these ``features``."""
+
+    def pooled(self, calls: list[Call]) -> list[torch.Tensor]:
+        """What the lookups find, float32 [samples, W] each, or a row for each id, float32 [N, D]."""
 
 
 class RowServer(ABC):
@@ -39,6 +51,12 @@ class RowServer(ABC):
             f"follow= and {type(self).__name__}, which keeps rows of one version: they would be mixed; leave "
             "one of the two out"
         )
+
+    def alone(self, directory: Path, tables: dict[str, Any]) -> LooksUp:
+        """What looks up ``tables`` of a manifest, whose files are in ``directory``, with the bits of all rows
+        in memory, and scores nothing: for a shard (``recpipe serve SHARD``). Once, in the place of
+        ``scorer``; one thread calls it. ``UserError`` if they cannot be kept so."""
+        raise UserError(f"{type(self).__name__} keeps the rows of whole packages, and this is a shard")
 
     @abstractmethod
     def counted(self) -> Mapping[str, float]:

@@ -114,11 +114,13 @@ class Program:
     scores: torch.Tensor
     bound: float
     low: bool = False
-    onednn: bool = False
-    """Whether oneDNN computes linear layers in float32. It is made of the program that it does not."""
+    by_onednn: tuple[int, ...] | None = None
+    """Those of its ``linear_layers`` in float32 that oneDNN computes; it is made of the program in which none
+    is. None: it is that one."""
 
     def __post_init__(self) -> None:
-        suffix = "_low" if self.low else "_onednn" if self.onednn else ""
+        onednn = self.by_onednn is not None
+        suffix = "_low" if self.low else "_onednn" if onednn else ""
         self.file = f"program{suffix}.pt2"
         """The file of ``exported``."""
         self.compiled = f"dense{suffix}.pt2"
@@ -126,7 +128,7 @@ class Program:
         """The name of its golden scores."""
         self.constants = None if self.low else "dense.safetensors"
         """The file of its parameters, the same for all in float32; None: they are in the compiled one."""
-        self.title = "low precision" if self.low else "float32 by oneDNN" if self.onednn else "float32"
+        self.title = "low precision" if self.low else "float32 by oneDNN" if onednn else "float32"
 
     def about(self, first: int) -> dict[str, Any]:
         """What the manifest says of it; it is used from ``first`` samples on."""
@@ -135,7 +137,8 @@ class Program:
             "constants": self.constants,
             "from": first,
             "precision": "low" if self.low else "float32",
-            "linear_layers": "oneDNN" if self.low or self.onednn else "addmm",
+            "linear_layers": "addmm" if self.by_onednn is None and not self.low else "oneDNN",
+            **({} if self.by_onednn is None else {"by_onednn": [*self.by_onednn]}),
             "golden": self.golden,
             "tolerance": self.bound,
         }
@@ -241,7 +244,7 @@ def with_onednn(programs: Sequence[Program], manifest: Mapping[str, Any]) -> lis
     gain = sum(addmm for addmm, _ in taken.value) / sum(min(both) for both in taken.value)
     if gain >= PAYS:
         use_onednn(plain, faster)
-        own = replace(base, exported=plain, scores=base.scores.clone(), onednn=True)
+        own = replace(base, exported=plain, scores=base.scores.clone(), by_onednn=tuple(sorted(faster)))
         found.insert(found.index(base) + 1, own)
     return found
 

@@ -126,10 +126,18 @@ def made_up(folder: Path) -> dict[str, Any]:
     return write_manifest(folder, content)
 
 
-def cut(package: Path, manifest: dict[str, Any], parts: Parts, count: int, folder: Path) -> list[Path]:
-    """Cut a made-up package into ``folder``: the dense part, and then the shards."""
+def cut(
+    package: Path,
+    manifest: dict[str, Any],
+    parts: Parts,
+    count: int,
+    folder: Path,
+    hot: dict[str, Any] | None = None,
+) -> list[Path]:
+    """Cut a made-up package into ``folder``: the dense part, and then the shards. ``hot``: by table the rows
+    of which the main server has copies."""
     folder.mkdir()
-    write_cut(package, manifest, facts_of(package, manifest), parts, count, folder)
+    write_cut(package, manifest, facts_of(package, manifest), parts, count, folder, hot=hot)
     return [folder / MAIN, *(folder / shard_folder(number) for number in range(count))]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recpipe.answers.score import Call, Lookup, Scorer
+from recpipe.answers.words import the_plugins
 from recpipe.errors import UserError
 
 pytest.importorskip("grpc", reason="recpipe[grpc] is not installed")
@@ -21,7 +22,7 @@ from recpipe_scale_out import dense
 from recpipe_scale_out.calls import ShardCalls, addresses
 from recpipe_scale_out.cutting import copy_rows
 from recpipe_scale_out.dense import ShardedScorer
-from recpipe_scale_out.rows import Rows
+from recpipe_scale_out.rows import HotRows, Rows
 from recpipe_scale_out.tests.answering import (
     ROWS,
     cut,
@@ -34,7 +35,17 @@ from recpipe_scale_out.tests.answering import (
     shared_ids,
     whole_tables,
 )
-from recpipe_scale_out.wire import IDS, LENGTHS, LOOKUPS, Question, Wanted
+from recpipe_scale_out.wire import (
+    IDS,
+    LENGTHS,
+    LOOKUPS,
+    Question,
+    Wanted,
+    received,
+    sent,
+    width_of,
+)
+from recpipe_serve import RowServer
 from recpipe_serve.errors import Refused
 
 KINDS: list[Callable[[Sequence[Lookup], int, int], list[Call]]] = [several_ids, shared_ids]
@@ -94,8 +105,7 @@ def test_the_main_server_looks_up_what_stays_there(kind, package, tmp_path: Path
     main, first = cut(*package, parts, 1, tmp_path / "cut")
     with shards(first) as (own, _):
         scorer = ShardedScorer(main, ShardCalls([own], 20.0, None), 20.0)
-        assert scorer.own is not None
-        assert sorted(scorer.own.content["tables"]) == ["r", "t", "v"]
+        assert sorted(scorer.here[1].content["tables"]) == ["r", "t", "v"]
         for wanted, pooled, _ in found(kind, own_lookups(*package), scorer):
             assert wanted.equal(pooled)
     assert scorer.calls.counts.calls == 3
@@ -131,6 +141,92 @@ def test_fp16_on_the_wire_rounds_once(package, made: ShardedScorer) -> None:
     for wanted, own, _ in found(several_ids, own_lookups(*package), made):
         assert own.equal(wanted.half().float())
     assert made.calls.counts.received_bytes - before > 0
+
+
+def test_int8_on_the_wire_is_within_half_a_code(package, made: ShardedScorer) -> None:
+    made.wire = "INT8"
+    mine = own_lookups(*package)
+    remote, rounded = dict(zip(mine, made.lookups, strict=True)), list[bool]()
+    for wanted, own, call in found(several_ids, mine, made):
+        for column in remote[call.lookup].columns:
+            true, got = (each[:, column.begin : column.end] for each in (wanted, own))
+            code = (true.amax(1) - true.amin(1)) / 255
+            assert bool(((true - got).abs().amax(1) <= 0.501 * code + 1e-6).all())
+        rounded.append(not own.equal(wanted))
+    assert any(rounded)
+
+
+def test_a_sum_of_8_bits_is_as_fbgemm_has_it() -> None:
+    values = np.random.default_rng(0).normal(size=(6, 20)).astype(np.float32)
+    for dims in ([20], [5, 5, 10], [10, 10]):
+        coded = sent(values, dims, "INT8")
+        assert len(coded) == 6 * width_of(dims, coded) == 6 * (20 + 8 * len(dims))
+        parts = np.split(coded.reshape(6, -1), np.cumsum([dim + 8 for dim in dims])[:-1], axis=1)
+        read = torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat
+        wanted = np.concatenate([read(torch.from_numpy(part.copy())).numpy() for part in parts], axis=1)
+        np.testing.assert_allclose(received(coded, dims, 6), wanted, rtol=1e-6, atol=1e-7)
+
+
+HOT = {name: np.arange(rows)[np.arange(rows) % 4 != 1] for name, rows in ROWS.items() if name != "u"}
+"""Three of four rows of all tables but one."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [whole_tables(2), halves(2)], ids=["whole", "halves"])
+def test_bags_of_hot_rows_are_looked_up_at_the_main_server(kind, parts, package, tmp_path: Path) -> None:
+    main, *folders = cut(*package, parts, 2, tmp_path / "cut", HOT)
+    mine = own_lookups(*package)
+    with shards(*folders) as (own, _):
+        scorer = ShardedScorer(main, ShardCalls([[one] for one in own], 20.0, None), 20.0)
+        assert scorer.hot is not None
+        for wanted, pooled, _ in found(kind, mine, scorer):
+            if len(parts["t"]) == 1:
+                assert pooled.equal(wanted)
+            torch.testing.assert_close(pooled, wanted, rtol=1e-6, atol=1e-6)
+        counts = scorer.calls.counts
+        assert 0 < counts.hot_bags < counts.bags
+        before = counts.calls, counts.saved
+        wanted_ = [call.lookup(*call[1:]) for call in several_hot(mine[1:])]
+        assert all(map(torch.equal, scorer.pooled(several_hot(scorer.lookups[1:])), wanted_))
+        assert (counts.calls, counts.saved) == (before[0], before[1] + 2), "no shard is asked"
+
+
+def several_hot(lookups: Sequence[Lookup]) -> list[Call]:
+    """Bags of three hot rows, which are 0, 4 and 8."""
+    ids = torch.tensor([0, 4, 8]).repeat(5 * 6)
+    weights = torch.arange(len(ids)) / 7
+    return [Call(own, ids, torch.arange(0, len(ids) + 1, 3), 6, None, weights) for own in lookups]
+
+
+def test_copies_of_other_rows_would_be_seen(package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the place of each row is that of the next one."""
+    main, first = cut(*package, {name: [(0, 0, rows)] for name, rows in ROWS.items()}, 1, tmp_path / "c", HOT)
+    places = HotRows.places
+    monkeypatch.setattr(HotRows, "places", lambda own, table, ids: np.minimum(places(own, table, ids) + 1, 5))
+    with shards(first) as (own, _):
+        scorer = ShardedScorer(main, ShardCalls([own], 20.0, None), 20.0)
+        assert not all(w.equal(got) for w, got, _ in found(several_ids, own_lookups(*package), scorer))
+
+
+def test_rows_of_a_shard_on_the_ssd_are_those_in_memory(whole: list[Path], tmp_path: Path) -> None:
+    words = [
+        "+plugin=sdm",
+        "plugins.sdm.dram=640",
+        "plugins.sdm.tables=u",
+        f"plugins.sdm.directory={tmp_path}",
+    ]
+    (keeper,) = the_plugins(words, (RowServer,), "serve", "sdm")
+    try:
+        tiered, plain = Rows(whole[2], None, keeper.alone), Rows(whole[2])
+        numbers_ = [number for number, own in plain.lookups.items() if own.table == "u"]
+        for seed in range(5):
+            draw = np.random.default_rng(seed)
+            lengths = draw.integers(0, 4, 8)
+            asked = Question.of([Wanted(numbers_[0], 8, draw.integers(0, ROWS["u"], lengths.sum()), lengths)])
+            np.testing.assert_array_equal(tiered.pooled(asked), plain.pooled(asked))
+        assert keeper.counted()["sdm_rows_read"] > 0
+    finally:
+        keeper.close()
 
 
 def test_a_lost_shard_is_an_error_or_its_rows_are_the_mean_one(package, whole: list[Path]) -> None:
@@ -252,7 +348,7 @@ def test_a_damaged_shard_is_refused(whole: list[Path], tmp_path: Path) -> None:
 def test_rows_of_a_pruned_table_are_those_that_were_kept(package, tmp_path: Path) -> None:
     directory, manifest = package
     about = manifest["tables"]["p"]
-    copy_rows(directory / about["file"], about, 10, 20, tmp_path / "p")
+    copy_rows(directory / about["file"], about, (10, 20), tmp_path / "p")
     found_, source = dense.tensors(tmp_path / "p"), dense.tensors(directory / about["file"])
     for row in range(20):
         place, of = int(found_["places"][row]), int(source["places"][row + 10])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Parts, TableLookup, runs
-from recpipe_scale_out.plan import joined, named_plan, plan_content, planned, read_plan
+from recpipe_scale_out.plan import hottest, joined, named_plan, plan_content, planned, read_plan
 
 from recpipe.errors import UserError
 from recpipe.plugin import Planner, TableInfo
@@ -143,3 +144,16 @@ def test_parts_of_a_table_on_one_shard_are_one() -> None:
     parts = named_plan("capacity", one, 2, 64 * 60, False)
     for own in parts.values():
         assert len({shard for shard, *_ in own}) == len(own)
+
+
+def test_the_hottest_rows_are_those_looked_up_most_for_their_bytes() -> None:
+    made = facts(a=(9, 1.0, 0), b=(9, 1.0, 0), c=(9, 1.0, 0))
+    wide = replace(made["b"], row_bytes=256, counts=(np.array([1, 2]), np.array([30, 100])))
+    made |= {"a": replace(made["a"], counts=(np.array([3, 5, 8]), np.array([9, 2, 7]))), "b": wide}
+    order = [("b", 2), ("a", 3), ("b", 1), ("a", 8), ("a", 5)]  # 100 / 264, 9 / 72, 30 / 264, 7 / 72, ...
+    for count in range(6):
+        room = sum({"a": 72, "b": 264}[name] for name, _ in order[:count])
+        found = hottest(made, room)
+        assert {(name, int(row)) for name, rows in found.items() for row in rows} == {*order[:count]}
+        assert all((np.diff(rows) > 0).all() for rows in found.values())
+    assert hottest(facts(a=(9, 1.0, 0)), 10**6) == {}

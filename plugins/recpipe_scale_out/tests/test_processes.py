@@ -53,6 +53,11 @@ WORDS = (
 ROWS = (300, 80, 60)
 
 
+def config(shards: int, **more: Any) -> CutConfig:
+    """A cut whose dense part is not compiled in two, which takes seconds."""
+    return CutConfig(shards, **{"overlap": False, **more})
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler() is None:
@@ -64,7 +69,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_two(package: Path) -> Path:
-    cut(package, package.parent / "two", CutConfig(2))
+    cut(package, package.parent / "two", config(2))
     return package.parent / "two"
 
 
@@ -95,13 +100,13 @@ def test_the_dense_part_alone_is_refused_by_what_wants_tables(in_two: Path, tmp_
     with pytest.raises(PackageError, match="its tables are held by shards, which a server asks"):
         Scorer(in_two / MAIN)
     with pytest.raises(UserError, match="dense part of a package"):
-        cut(in_two / MAIN, tmp_path / "again", CutConfig(2))
+        cut(in_two / MAIN, tmp_path / "again", config(2))
     with pytest.raises(UserError, match="exists already"):
-        cut(in_two / MAIN, in_two, CutConfig(2))
+        cut(in_two / MAIN, in_two, config(2))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(UserError, match="exists and is no cut package"):
-        cut(in_two / MAIN, tmp_path / "other", CutConfig(2, overwrite=True))
+        cut(in_two / MAIN, tmp_path / "other", config(2, overwrite=True))
 
 
 def free_port() -> int:
@@ -219,7 +224,7 @@ def test_a_run_is_packaged_and_cut_by_one_command(
         return Path(shutil.copytree(package, place))
 
     monkeypatch.setattr(command, "package_for", package_for)
-    words = [str(package.parent / "run"), str(tmp_path / "cut"), "shards=2"]
+    words = [str(package.parent / "run"), str(tmp_path / "cut"), "shards=2", "overlap=false"]
     assert package_command([*words, "popularity=100"]) == 0
     assert made == [(package.parent / "run", 100)]
     digests = [
@@ -254,7 +259,7 @@ def test_parts_are_signed_as_a_package_is(package: Path, tmp_path: Path) -> None
         return mine, theirs
 
     (mine, public), (_, others) = keys("mine"), keys("others")
-    cut(package, tmp_path / "cut", CutConfig(1, sign=str(mine)))
+    cut(package, tmp_path / "cut", config(1, sign=str(mine)))
     main, shard = tmp_path / "cut" / MAIN, tmp_path / "cut" / shard_folder(0)
     read_manifest(main, public, sharded=True)
     assert len(Rows(shard, public).lookups) == 3
@@ -297,12 +302,12 @@ def test_a_stopped_shard_is_late_and_its_rows_are_stood_for(
 def test_another_version_takes_over_without_a_mixed_answer(package: Path, tmp_path: Path) -> None:
     """Shards first, then the main server; the cut before answers meanwhile."""
     live, new = tmp_path / "live", tmp_path / "new"
-    cut(package, live, CutConfig(2))
+    cut(package, live, config(2))
     (tmp_path / "run").mkdir()
     words = (*WORDS[:-1], "trainer.max_steps=4")
     recpipe.train(None, None, *words, output=tmp_path / "run2", quiet=True).close()
     later = recpipe.package(tmp_path / "run2", tmp_path / "later.recpipe", reference=False, quiet=True)
-    cut(later, new, CutConfig(2, plan=str(live / "plan.json")))
+    cut(later, new, config(2, plan=str(live / "plan.json")))
     before, after = RequestScorer(Scorer(package)), RequestScorer(Scorer(later))
     assert scored(before, 0) != scored(after, 0)
     with fleet(live, tmp_path / "fleet", 2) as own:
@@ -319,3 +324,29 @@ def test_another_version_takes_over_without_a_mixed_answer(package: Path, tmp_pa
         own.main.send(signal.SIGHUP)
         own.main.until("now serving package")
         assert own.ask(3)[1]["outputs"][0]["data"] == scored(after, 3)
+
+
+@pytest.mark.soak
+def test_a_run_becomes_parts_and_the_dense_part_begins_before_rows_come(
+    package: Path, tmp_path: Path
+) -> None:
+    """Compiled in two, as ``recpipe package RUN DIRECTORY shards=2`` does where it pays."""
+    words = [
+        str(package.parent / "run"),
+        str(tmp_path / "cut"),
+        "shards=2",
+        "overlap=true",
+        "reference=false",
+    ]
+    assert package_command(words) == 0
+    alone = RequestScorer(Scorer(package))
+    with shards(*(tmp_path / "cut" / shard_folder(n) for n in range(2))) as (own, _):
+        scorer = ShardedScorer(tmp_path / "cut" / MAIN, ShardCalls([[one] for one in own], 20.0, None), 20.0)
+        assert len(scorer.in_two) == len(scorer.programs)
+        apart, begun = RequestScorer(scorer), []
+        (two,) = {id(two): two for two in scorer.in_two.values()}.values()
+        finished = two.finished
+        two.finished = lambda *given: begun.append(1) or finished(*given)  # type: ignore[method-assign, func-returns-value]
+        for seed, samples in enumerate((1, 5, 64)):
+            assert apart(*sides(seed, samples)).equal(alone(*sides(seed, samples)))
+        assert len(begun) == 3

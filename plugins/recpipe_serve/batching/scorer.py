@@ -85,6 +85,14 @@ class SaysWhatIsAtHand(ReadsAhead, Protocol):
         """Whether these lookups, which come next, find all of their rows in memory."""
 
 
+@runtime_checkable
+class ComputesMeanwhile(Protocol):
+    """A scorer that computes what of a batch needs no rows while it waits for these."""
+
+    def meanwhile(self, dense: torch.Tensor) -> None:
+        """The dense features float32 [B, D] of the batch that is looked up next, and then scored."""
+
+
 class RequestScorer:
     """Scores requests by ``scorer``. ``ahead``: begins to read what waiting requests look up, and returns;
     None: all is there. ``correct``: corrects the scores (``Corrected``), which calling does not; None:
@@ -98,6 +106,7 @@ class RequestScorer:
         self.scorer, self.correct = scorer, correct
         self._reads = scorer if isinstance(scorer, ReadsAhead) else None
         self.ahead = None if self._reads is None else self._ahead
+        self._computes = scorer if isinstance(scorer, ComputesMeanwhile) else None
         self._says = scorer if isinstance(scorer, SaysWhatIsAtHand) else None
         self._takes_where = self._reads is None or self._says is not None
         self._parts: dict[tuple[int, ...], list[tuple[int, _Part]]] = {}
@@ -119,6 +128,8 @@ class RequestScorer:
         if asked is None or asked.sides is not sides:
             asked = self._calls(sides)
         with torch.inference_mode():
+            if self._computes is not None:
+                self._computes.meanwhile(dense)
             pooled = self.scorer.pooled(asked.calls)
             if asked.found is None:
                 inputs = with_lengths(asked.calls, pooled)
