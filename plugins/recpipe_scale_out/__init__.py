@@ -9,4 +9,10 @@ SHARD = Command(
     "a package in parts: its dense part, and its tables on N servers",
 )
 
-__all__ = ["SHARD"]
+APPLY = Command(
+    "recpipe_scale_out.applied:apply_command",
+    "CUT DELTA... [out=DIRECTORY] [trust=PUBKEY] [sign=KEY] [overwrite=true]",
+    "what recpipe apply does with such a package",
+)
+
+__all__ = ["APPLY", "SHARD"]

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2 as messages
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from recpipe.errors import UserError, shown
+from recpipe_scale_out.versions import sequence_of
 
 log = logging.getLogger("recpipe")
 OPTIONS = (
@@ -207,6 +208,47 @@ class ShardCalls:
                 f"shards= has the addresses of {len(self.shards)} shards, and the package was cut into "
                 f"{len(models)}"
             )
+
+    def reached(self, models: Sequence[str], version: str, seconds: float) -> bool:
+        """Wait until a replica of each shard answers for its model of this ``version``; False if one does so
+        for later ones alone. ``UserError`` after so many ``seconds``, and at once for another cut's."""
+        self._require_all(models)
+        until = monotonic() + seconds
+        every = enumerate(zip(models, self.shards, strict=True))
+        reached = [self._reached(n, replicas, model, version, until) for n, (model, replicas) in every]
+        return all(reached)
+
+    def _reached(
+        self, number: int, replicas: Sequence[Replica], model: str, version: str, until: float
+    ) -> bool:
+        wanted = sequence_of(version)
+        while True:
+            found, why = list[str](), list[str]()
+            for own in replicas:
+                left = max(0.05, min(1.0, until - monotonic()))
+                asked = messages.RepositoryIndexRequest(ready=True)
+                try:
+                    told = own.stub.RepositoryIndex(asked, timeout=left, wait_for_ready=True).models
+                except grpc.RpcError as fault:
+                    why.append(f"{own.address}: {shown(fault.details(), 200)}")
+                    continue
+                found += (here := [one.version for one in told if one.name == model])
+                why.append(f"{own.address} has {', '.join(here) or 'other shards'}")
+                if not here or any(one != version and sequence_of(one) == wanted for one in here):
+                    raise UserError(
+                        f"{own.address} is not shard {number} of this cut and this chain of deltas: give the "
+                        "addresses in the order of the shards, of the same cut, and all servers the same "
+                        "follow="
+                    )
+            if version in found:
+                return True
+            if found and min(map(sequence_of, found)) > wanted:
+                return False
+            if monotonic() >= until:
+                raise UserError(
+                    f"shard {number} has not come to version {version}, of delta {wanted}; {'; '.join(why)}"
+                )
+            sleep(0.02)
 
     def close(self) -> None:
         """Ask nothing more."""

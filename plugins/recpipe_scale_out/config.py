@@ -56,6 +56,10 @@ class ShardConfig:
     """Most bytes of a request."""
     trust: FilePath | None = None
     """A public Ed25519 key, as a PEM file: shards are refused unless its owner has signed them."""
+    follow: FilePath | None = None
+    """A directory of deltas, whose rows are taken as they come; None: none are."""
+    poll_seconds: Annotated[float, Interval(ge=0.01, le=3600)] = 0.5
+    """Seconds between two looks into that directory."""
     stop_seconds: Annotated[float, Interval(ge=0, le=3600)] = 10.0
     """Seconds that a stopping server gives the requests that it has."""
 

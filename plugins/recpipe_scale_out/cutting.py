@@ -10,7 +10,6 @@ directory/
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Collection, Mapping
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.answers import score
+from recpipe.answers.delta import APPLIED, Version
 from recpipe.answers.manifest import SHARDS, PrivateKey, write_manifest
 from recpipe.answers.reference import FILE as POPULARITY
 from recpipe.answers.reference import Lookups, write_lookups
@@ -31,6 +31,7 @@ from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Parts, table_lookups
 from recpipe_scale_out.plan import plan_content
 from recpipe_scale_out.sealed import HOT, OWN, write_shard
+from recpipe_scale_out.versions import digest_of, version_of
 
 PLAN, MAIN, DEFAULT_ROWS = "plan.json", "main.recpipe", "default_rows.safetensors"
 AT_A_TIME = 1 << 16
@@ -43,7 +44,15 @@ class Cut(NamedTuple):
     """What all parts of a cut are told of it."""
 
     shards: int
-    version: str
+    of: Version
+    """What the package has come to."""
+    plan: str
+    """The plan's digest."""
+
+    @property
+    def version(self) -> str:
+        """The cut's own."""
+        return version_of(self.of, self.plan)
 
 
 def shard_folder(number: int) -> str:
@@ -67,10 +76,7 @@ def write_cut(
     ``overlap``: whether the dense part is written in two as well; None: if it pays (``bottom``)."""
     plan = plan_content(parts, shards)
     (folder / PLAN).write_text(json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
-    # Parts of two cuts never answer together.
-    digest = (package / score.DIGEST).read_bytes() + json.dumps(plan, sort_keys=True).encode()
-    version = str(int(hashlib.sha256(digest).hexdigest()[:12], 16))  # a whole number, as Triton has them
-    cut = Cut(shards, version)
+    cut = Cut(shards, Version.of_package(package, manifest), digest_of(plan))
     whole = {name for name, own in parts.items() if len(own) == 1}
     held: dict[int, dict[str, tuple[int, int]]] = {number: {} for number in range(shards)}
     for name, own in parts.items():
@@ -121,6 +127,8 @@ def _write_rows(
         "shard": number,
         "shards": cut.shards,
         "step": manifest["step"],
+        APPLIED: cut.of.to_dict(),
+        "plan": cut.plan,
         "lookups": lookups,
         "tables": tables,
     }
@@ -199,8 +207,11 @@ def _write_main(
         name: {key: value for key, value in about.items() if key != "file"}
         for name, about in manifest["tables"].items()
     }
+    # Deltas follow the package, and not its dense part.
+    content[APPLIED] = cut.of.to_dict()
     content[SHARDS] = {
         "version": cut.version,
+        "plan": cut.plan,
         "models": [shard_folder(number) for number in range(cut.shards)],
         "parts": {name: [list(part) for part in own] for name, own in parts.items()},
         "default_rows": DEFAULT_ROWS,

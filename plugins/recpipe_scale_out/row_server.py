@@ -14,6 +14,7 @@ from recpipe_serve.errors import Refused
 from recpipe.errors import UserError
 from recpipe_scale_out.calls import ShardCalls, addresses
 from recpipe_scale_out.dense import ShardedScorer
+from recpipe_scale_out.following import FollowingScorer, ShardedVersions
 
 log = logging.getLogger("recpipe")
 
@@ -32,14 +33,31 @@ class ShardedRows(RowServer):
 
     def scorer(self, package: Path) -> ShardedScorer:
         """See ``RowServer``."""
-        config = self.config
         try:
-            made = ShardedScorer(package, self.calls, config.shards_wait)
-            # What alters scores begins once the golden batch has been scored without.
-            made.stands_in, made.wire = config.shards_lost == "default_row", config.shards_wire
-            if made.wire != "FP32":
-                said = made.golden_difference()
-                log.info("sums are sent as %s: golden scores differ by up to %.1e", made.wire, said)
+            made = ShardedScorer(package, self.calls, self.config.shards_wait)
+            self._as_told(made)
+        except Refused as fault:
+            raise UserError(f"{package}: {fault}") from fault
+        return made
+
+    def _as_told(self, made: ShardedScorer, says: bool = True) -> None:
+        """Begin with what alters scores, once the golden batch has been scored without."""
+        made.stands_in, made.wire = self.config.shards_lost == "default_row", self.config.shards_wire
+        if made.wire != "FP32" and says:
+            said = made.golden_difference()
+            log.info("sums are sent as %s: golden scores differ by up to %.1e", made.wire, said)
+
+    def followed(self, package: Path, most: int, goes_back: bool) -> ShardedVersions:
+        """See ``RowServer``."""
+        if goes_back:
+            raise UserError(
+                "rollback=true and shards=: shards keep the latest versions alone; leave one of the two out"
+            )
+        try:
+            made = ShardedVersions(package, most, False, self.calls, self.config.shards_wait)
+            for number, scorer in enumerate(made.scorers):
+                assert isinstance(scorer, FollowingScorer)
+                self._as_told(scorer, number == 0 and scorer.at_shards)
         except Refused as fault:
             raise UserError(f"{package}: {fault}") from fault
         return made

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -47,6 +47,14 @@ class Table(TypedDict):
     file: str
 
 
+class Applied(TypedDict):
+    """The latest delta in it; that of the base has the number 0."""
+
+    base: str
+    sequence: Count
+    digest: str
+
+
 class Lookup(TypedDict):
     """A lookup that is answered here, in part if the table is here in part."""
 
@@ -69,6 +77,9 @@ class Content(TypedDict):
     shard: Count
     shards: Positive
     step: Count
+    applied: NotRequired[Applied]
+    plan: NotRequired[str]
+    """The digest of plan.json; not in cuts of earlier versions, and ``applied`` neither."""
     lookups: list[Lookup]
     tables: dict[str, Table]
     files: dict[str, str]

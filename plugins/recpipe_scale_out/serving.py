@@ -31,6 +31,8 @@ from recpipe.common.process import quieted
 from recpipe.errors import UserError, shown
 from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import ShardConfig, of_words
+from recpipe_scale_out.fresh import KEPT as VERSIONS
+from recpipe_scale_out.fresh import FreshRows, ShardFollower
 from recpipe_scale_out.rows import InMemory, Rows
 from recpipe_scale_out.wire import INPUTS, OUTPUT_TYPE, POOLED, TYPES, Question
 
@@ -103,15 +105,19 @@ class ShardModels(ServedModels[ShardModel]):
 
     ready = True
 
-    def __init__(self, model: ShardModel) -> None:
-        self.kept = [model]
+    def __init__(self, model: ShardModel, most: int = KEPT) -> None:
+        self.kept, self.most = [model], most
 
     def take(self, model: ShardModel) -> None:
         """Answer for this one, too; ``UserError`` if it is another shard."""
         if model.name != self.kept[-1].name:
             raise UserError(f"this is {model.name} now, and {self.kept[-1].name} is served")
         kept = [own for own in self.kept if own.version != model.version]
-        self.kept = [*kept[-(KEPT - 1) :], model]
+        self.kept = [*kept[-(self.most - 1) :], model]
+
+    def drop(self, rows: Rows) -> None:
+        """Answer from these rows no more."""
+        self.kept = [own for own in self.kept if own.rows is not rows]
 
     def every(self) -> Sequence[ShardModel]:
         """See ``ServedModels``."""
@@ -164,13 +170,28 @@ def serve_shard(directory: Path, words: Sequence[str]) -> int:
 
 async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None = None) -> None:
     trust = None if config.trust is None else Path(config.trust)
-    models = ShardModels(ShardModel(Rows(directory, trust, InMemory if keeper is None else keeper.alone)))
+    if config.follow is not None and keeper is not None:
+        raise UserError("follow= and a plugin that keeps rows of one version: leave one of the two out")
+    if config.follow is None:
+        first = Rows(directory, trust, InMemory if keeper is None else keeper.alone)
+        models = ShardModels(ShardModel(first))
+    else:
+        if not (folder := Path(config.follow).expanduser()).is_dir():
+            raise UserError(
+                f"follow={shown(config.follow)} is no directory: name trainer.publish.dir of a run"
+            )
+        fresh = FreshRows(directory, trust)
+        models = ShardModels(ShardModel(fresh), VERSIONS)
+        follower = ShardFollower(
+            fresh, folder, trust, models.drop, lambda rows: models.take(ShardModel(rows))
+        )
     loop, stopped, tasks = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
 
     async def anew() -> None:
         try:
-            if keeper is not None:
-                raise UserError(f"{directory}: a plugin keeps rows of one version: start the shard again")
+            if keeper is not None or config.follow is not None:
+                what = "a plugin keeps rows of one version" if keeper is not None else "it follows deltas"
+                raise UserError(f"{directory} cannot be loaded anew, since {what}: start the shard again")
             models.take(ShardModel(await asyncio.to_thread(Rows, directory, trust)))
         except UserError as fault:
             log.warning("%s; the rows before are still served", fault)
@@ -193,4 +214,6 @@ async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None 
                 "serving shard %d of %d at %s; version %s, %d tables",
                 *(own["shard"], own["shards"], address, own["version"], len(own["tables"])),
             )
+            if config.follow is not None:
+                tasks.add(loop.create_task(follower.run(config.poll_seconds)))
             await stopped.wait()

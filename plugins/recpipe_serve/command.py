@@ -53,9 +53,10 @@ def serve_command(words: Sequence[str]) -> int:
     if is_repository(Path(words[0]).expanduser()):
         _require_alone(config, mine)
     rows, answers = the_plugins(mine, (RowServer, AnswerServer), "serve", "sdm") if mine else (None, None)
-    if config.shards is not None and (rows is not None or config.follow is not None):
-        what = "follow=" if rows is None else "a plugin that keeps rows"
-        raise UserError(f"shards= and {what}: the shards have the rows; leave one of the two out")
+    if config.shards is not None and rows is not None:
+        raise UserError(
+            "shards= and a plugin that keeps rows: the shards have the rows; leave one of the two out"
+        )
     if rows is not None and config.follow is not None and (config.gate_drift or config.gate_calibration):
         raise UserError(
             "gate_drift, gate_calibration and a plugin that keeps rows: a version scores nothing there until "

@@ -1,4 +1,5 @@
-"""``recpipe apply``: a package and the deltas that follow it become the package of the later step.
+"""``recpipe apply``: a package, whole or cut into shards, and the deltas that follow it become the package of
+the later step.
 
 What comes out has the tables, maps and parameters of a package that is made of that step's checkpoint, bit by
 bit, and so its scores. Its golden batch, its reference figures and its compiled code are those of the base.
@@ -10,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,27 @@ from recpipe.common.process import quieted
 from recpipe.common.tensors import save_tensors
 from recpipe.common.words import readable_bytes
 from recpipe.errors import UserError, shown
+from recpipe.plugin.offers import entry, imported, offered
 from recpipe.tasks.process import prepare_process
 
 log = logging.getLogger("recpipe")
 WORDS = ("out", "trust", "sign", "overwrite")
+CUT = "plan.json"
+"""Of the directory of a package that is cut into shards."""
 
 
 def apply_command(words: Sequence[str]) -> int:
     """``recpipe apply BASE DELTA... [out=DIRECTORY] [trust=PUBKEY] [sign=KEY] [overwrite=true]``."""
+    base = Path(words[0]).expanduser()
+    if (base / CUT).is_file() and not is_package(base):
+        of_cuts: Any = imported("command", entry("command", "apply-shards", offered("command")))
+        return int(of_cuts.run("apply", words))
+    return apply_words(words, apply_deltas)
+
+
+def apply_words(words: Sequence[str], apply: Callable[..., Version]) -> int:
+    """Carry out what the words of ``recpipe apply`` say by ``apply``, which takes what ``apply_deltas``
+    does; returns 0."""
     named = [word for word in words[1:] if word.partition("=")[0] not in WORDS]
     options = dict(word.partition("=")[::2] for word in words[1:] if word not in named)
     if options.get("overwrite", "false").lower() not in ("true", "false"):
@@ -51,7 +65,7 @@ def apply_command(words: Sequence[str]) -> int:
     prepare_process()
     replaces = options.get("overwrite", "false").lower() == "true" or "out" not in options
     with alone(), quieted(), capture_logs(None):
-        apply_deltas(base, [Path(word).expanduser() for word in named], target, replaces, trust, key)
+        apply(base, [Path(word).expanduser() for word in named], target, replaces, trust, key)
     return 0
 
 
@@ -74,7 +88,23 @@ def apply_deltas(
         score.verified(base)
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
-    version, deltas = Version.of_package(base, manifest), list[Delta]()
+    deltas, version = chained(base, manifest, given, trust)
+    if target.exists() and not is_package(target) and any(target.iterdir()):
+        raise UserError(f"{target} exists and is no package: name another directory, or remove it")
+    require_absent("out", target, overwrite)
+    with written_alone("out", target, overwrite, ("apply", str(base))), beside(target) as folder:
+        _copy(base, folder, manifest)
+        difference = Applied(folder, manifest).take(deltas, version, key)
+    say_applied(base, target, deltas, difference)
+    return version
+
+
+def chained(
+    package: Path, manifest: Mapping[str, Any], given: Sequence[Path], trust: Path | None
+) -> tuple[list[Delta], Version]:
+    """The deltas ``given`` that follow the ``package`` with this ``manifest``, one after the other, and what
+    it comes to with them; ``UserError`` as ``apply_deltas`` has it."""
+    version, deltas = Version.of_package(package, manifest), list[Delta]()
     for place in given:
         for delta in _deltas(place, version, trust):
             version.require_next(delta)
@@ -82,20 +112,18 @@ def apply_deltas(
             version = delta.version
             deltas.append(delta)
     if not deltas:
-        raise UserError(f"{given[-1]} has no delta after {version.sequence}, which {base} has already")
-    if target.exists() and not is_package(target) and any(target.iterdir()):
-        raise UserError(f"{target} exists and is no package: name another directory, or remove it")
-    require_absent("out", target, overwrite)
-    with written_alone("out", target, overwrite, ("apply", str(base))), beside(target) as folder:
-        _copy(base, folder, manifest)
-        difference = Applied(folder, manifest).take(deltas, version, key)
+        raise UserError(f"{given[-1]} has no delta after {version.sequence}, which {package} has already")
+    return deltas, version
+
+
+def say_applied(base: Path, target: Path, deltas: Sequence[Delta], difference: float) -> None:
+    """Say what ``target`` is, and by how much golden scores have moved."""
     rows = sum(about["rows"] for delta in deltas for about in delta.content["tables"].values())
     log.info(
         "wrote %s: %s and %d deltas of %s rows, %s; step %s; golden scores moved by up to %.1e",
         *(target, base.name, len(deltas), f"{rows:,}", readable_bytes(sum(d.nbytes for d in deltas))),
-        *(f"{version.step:,}", difference),
+        *(f"{deltas[-1].version.step:,}", difference),
     )
-    return version
 
 
 def _deltas(place: Path, version: Version, trust: Path | None) -> Iterator[Delta]:
@@ -124,8 +152,7 @@ class Applied:
         manifest = self.manifest
         for delta in deltas:
             for table, ids, rows in delta.rows(manifest):
-                with rows_of(self.folder / manifest["tables"][table]["file"]) as there:
-                    there[ids.numpy()] = rows.numpy()
+                self.put(table, ids, rows)
             for name, keys, rows in delta.ids(manifest):
                 about = manifest["maps"][name]
                 held = score.tensors(self.folder / about["file"])
@@ -139,11 +166,11 @@ class Applied:
                 say_learnt(self.folder, delta.content["learnt"])
         self._take_dense(deltas)
         manifest["step"], manifest[APPLIED] = version.step, version.to_dict()
+        self.seal(version, key)
         for made_anew in ("format", "schema", "files"):
             manifest.pop(made_anew)
         write_manifest(self.folder, manifest)
-        before = score.tensors(self.folder / GOLDEN)
-        scorer = NotJudged(self.folder, mapped=True)
+        before, scorer = score.tensors(self.folder / GOLDEN), self.scorer()
         golden = {name: value.clone() for name, value in before.items()}
         moved = 0.0
         for program, own in zip(scorer.programs, scorer.golden_scores(), strict=True):
@@ -153,6 +180,18 @@ class Applied:
         save_tensors(self.folder / GOLDEN, golden)
         write_manifest(self.folder, manifest, key)
         return moved
+
+    def put(self, table: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Replace the rows ``ids`` int64 [n] of a table by ``rows`` uint8 [n, bytes]."""
+        with rows_of(self.folder / self.manifest["tables"][table]["file"]) as there:
+            there[ids.numpy()] = rows.numpy()
+
+    def seal(self, version: Version, key: PrivateKey | None) -> None:
+        """What is to be done once all is in its place, before the manifest is written."""
+
+    def scorer(self) -> score.Scorer:
+        """What scores the golden batch."""
+        return NotJudged(self.folder, mapped=True)
 
     def _take_dense(self, deltas: Sequence[Delta]) -> None:
         """Replace the dense part's parameters, in their file and in the exported programs."""

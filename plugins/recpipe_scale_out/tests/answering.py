@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from recpipe_scale_out.cutting import MAIN, shard_folder, write_cut
 from recpipe_scale_out.facts import facts_of
+from recpipe_scale_out.fresh import KEPT as VERSIONS
 from recpipe_scale_out.lookups import Parts
 from recpipe_scale_out.rows import Rows
 from recpipe_scale_out.serving import ShardModel, ShardModels
@@ -32,6 +33,8 @@ class Late(ShardModel):
     """A shard that answers after so many ``seconds``."""
 
     seconds = 0.0
+    served: ShardModels
+    """All versions of it that are answered."""
 
     async def answer(self, request: Any) -> Any:
         await asyncio.sleep(self.seconds)
@@ -39,10 +42,14 @@ class Late(ShardModel):
 
 
 @contextmanager
-def shards(*folders: Path, late: Sequence[float] = ()) -> Iterator[tuple[list[str], list[Late]]]:
+def shards(
+    *folders: Path, late: Sequence[float] = (), rows: type[Rows] = Rows
+) -> Iterator[tuple[list[str], list[Late]]]:
     """In the block the shards in ``folders`` answer, each after so many seconds as ``late`` says: their
     addresses, and their models."""
-    models = [Late(Rows(folder)) for folder in folders]
+    models = [Late(rows(folder)) for folder in folders]
+    for own in models:
+        own.served = ShardModels(own, VERSIONS)
     for own, seconds in zip(models, late, strict=False):
         own.seconds = seconds
     with ExitStack() as open_:
@@ -51,7 +58,7 @@ def shards(*folders: Path, late: Sequence[float] = ()) -> Iterator[tuple[list[st
         stop = asyncio.Event()
 
         async def answer(model: Late, port: int, started: asyncio.Semaphore) -> None:
-            service = InferenceService(ShardModels(model))
+            service = InferenceService(model.served)
             async with answering(service, at(HOST, port), 1 << 24, stop_seconds=0):
                 started.release()
                 await stop.wait()

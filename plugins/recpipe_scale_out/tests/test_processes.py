@@ -21,11 +21,15 @@ from recpipe_scale_out import command
 from recpipe_scale_out.command import cut, shard_command
 from recpipe_scale_out.config import CutConfig
 from recpipe_serve.batching.scorer import RequestScorer, Side
+from recpipe_serve.errors import Refused
+from recpipe_serve.fresh.reading import DeltaReader
 
 import recpipe
+from recpipe.answers.apply import apply_command, apply_deltas
+from recpipe.answers.delta import Change, Delta, Version, write_delta
 from recpipe.answers.manifest import read_manifest
 from recpipe.answers.package import Options, package_command
-from recpipe.answers.score import PackageError, Scorer
+from recpipe.answers.score import PackageError, Scorer, tensors
 from recpipe.errors import UserError
 from recpipe.private_api.compiled import compiler
 from tests.processes import Child
@@ -34,11 +38,15 @@ pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
 pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed")
 
+from recpipe_scale_out.applied import ScorerOfCut
 from recpipe_scale_out.calls import ShardCalls
-from recpipe_scale_out.cutting import MAIN, shard_folder
+from recpipe_scale_out.cutting import MAIN, shard_folder, write_cut
 from recpipe_scale_out.dense import ShardedScorer
+from recpipe_scale_out.facts import facts_of
+from recpipe_scale_out.following import ShardedVersions
+from recpipe_scale_out.fresh import FreshRows
 from recpipe_scale_out.rows import Rows
-from recpipe_scale_out.tests.answering import shards
+from recpipe_scale_out.tests.answering import Late, shards
 
 WORDS = (
     "data.samples=600",
@@ -117,8 +125,10 @@ def free_port() -> int:
 class Fleet:
     """Processes of a cut package: a shard each, and the main server."""
 
-    def __init__(self, directory: Path, folder: Path, shards_: int, *words: str) -> None:
-        self.directory, self.folder = directory, folder
+    def __init__(
+        self, directory: Path, folder: Path, shards_: int, *words: str, of_shards: tuple[str, ...] = ()
+    ) -> None:
+        self.directory, self.folder, self.words = directory, folder, of_shards
         self.ports = [free_port() for _ in range(shards_)]
         self.shards = [self.shard(number) for number in range(shards_)]
         given = ",".join(f"127.0.0.1:{port}" for port in self.ports)
@@ -129,7 +139,7 @@ class Fleet:
 
     def shard(self, number: int) -> Child:
         place = self.directory / shard_folder(number)
-        words = ("serve", str(place), f"port={self.ports[number]}")
+        words = ("serve", str(place), f"port={self.ports[number]}", *self.words)
         return Child(self.folder / f"shard{number}", *words)
 
     def ask(self, seed: int, samples: int = 5) -> tuple[int, dict[str, Any]]:
@@ -239,7 +249,96 @@ def test_a_run_is_packaged_and_cut_by_one_command(
     with pytest.raises(UserError, match="exists already"):
         package_command(words)
     assert len(made) == 1
-    assert {file.name for file in tmp_path.iterdir() if not file.name.endswith(".lock")} == {"cut"}
+    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["cut"], "the package is gone"
+
+
+def delta_of(package: Path, folder: Path, seed: int = 0) -> Delta:
+    """Of some rows of each table, and all parameters."""
+    draw, manifest = np.random.default_rng(seed), read_manifest(package)
+    version, rows = Version.of_package(package, manifest), {}
+    for name, about in manifest["tables"].items():
+        ids = np.sort(draw.choice(about["rows"], about["rows"] // 3, replace=False))
+        values = draw.normal(size=(len(ids), about["dimension"])).astype(np.float32)
+        rows[name] = ids, "fp32", torch.from_numpy(values).view(torch.uint8)
+    dense = {
+        name: value + 0.1 * torch.from_numpy(draw.normal(size=value.shape).astype(np.float32))
+        for name, value in tensors(package / "dense.safetensors").items()
+        if value.is_floating_point()
+    }
+    return write_delta(folder, version, Change(version.step + 1, 0.0, 0.0, rows, {}, dense))
+
+
+def test_a_delta_becomes_part_of_a_cut_as_of_a_package(package: Path, tmp_path: Path) -> None:
+    """Of one with a table in two parts, and one with copies of rows at the main server."""
+    delta = delta_of(package, tmp_path)
+    later = apply_deltas(package, [delta.directory], tmp_path / "later")
+    alone = RequestScorer(Scorer(tmp_path / "later"))
+    manifest = read_manifest(package)
+    facts, names = facts_of(package, manifest), list(manifest["tables"])
+    parts = {name: [(n % 2, 0, facts[name].info.rows)] for n, name in enumerate(names)}
+    first = facts[names[0]].info.rows // 2
+    halved = parts | {names[0]: [(0, 0, first), (1, first, facts[names[0]].info.rows - first)]}
+    hot = {names[0]: np.arange(0, 80, 2), names[1]: np.arange(0, 60)}
+    for number, own in enumerate((parts, halved)):
+        before, after = tmp_path / f"before{number}", tmp_path / f"after{number}"
+        before.mkdir()
+        write_cut(package, manifest, facts, own, 2, before, hot=hot if own is parts else None)
+        assert apply_command([str(before), str(delta.directory), f"out={after}"]) == 0
+        scorer = ScorerOfCut(after)
+        assert Version.of_package(after / MAIN, scorer.manifest) == later
+        assert scorer.version != read_manifest(before / MAIN, sharded=True)["shards"]["version"]
+        scores = [RequestScorer(scorer)(*sides(seed, 64)) for seed in range(3)]
+        wanted = [alone(*sides(seed, 64)) for seed in range(3)]
+        assert all(map(torch.equal, scores, wanted))  # each bag has one id
+        assert scorer.golden_difference() == 0.0
+        with pytest.raises(UserError, match="is delta 1, and 1 is there already"):
+            apply_command([str(after), str(delta.directory)])
+    assert scorer.hot is None
+    assert not torch.equal(RequestScorer(ScorerOfCut(before))(*sides(0, 64)), wanted[0])
+
+
+def test_a_main_server_follows_its_shards_version_by_version(package: Path, tmp_path: Path) -> None:
+    """With a table and copies of rows of its own; each question says the version of its batch."""
+    manifest = read_manifest(package)
+    facts, (user, item, city) = facts_of(package, manifest), list(manifest["tables"])
+    parts = {user: [(0, 0, ROWS[0])], item: [(1, 0, ROWS[1])], city: [(2, 0, ROWS[2])]}
+    place, deltas = tmp_path / "cut", tmp_path / "deltas"
+    for folder in (place, deltas):
+        folder.mkdir()
+    write_cut(package, manifest, facts, parts, 2, place, hot={item: np.arange(0, 80, 3)})
+    delta = delta_of(package, deltas)
+    apply_deltas(package, [delta.directory], tmp_path / "later")
+    alone = [RequestScorer(Scorer(own)) for own in (package, tmp_path / "later")]
+    wanted = [[own(*sides(seed, 64)) for seed in range(3)] for own in alone]
+    folders = [place / shard_folder(n) for n in range(2)]
+    with shards(*folders, rows=FreshRows) as (own, models):
+        calls = ShardCalls([[one] for one in own], 20.0, None)
+        versions = ShardedVersions(place / MAIN, 8, False, calls, 0.3)
+        reader = versions.reader(DeltaReader, None)
+        first, read = RequestScorer(versions.answering), reader.read(delta.directory)
+        assert all(map(torch.equal, [first(*sides(seed, 64)) for seed in range(3)], wanted[0]))
+        with pytest.raises(UserError, match="shard 0 has not come to version .*, of delta 1;"):
+            versions.add(read)
+        assert len(versions.kept) == 1
+        for model in models:
+            rows = model.rows.twin()  # type: ignore[attr-defined]
+            rows.take(*rows.read(delta.directory, None))
+            model.served.take(Late(rows))
+        versions.add(read)
+        assert all(map(torch.equal, [first(*sides(seed, 64)) for seed in range(3)], wanted[0]))
+        versions.swap()
+        second = RequestScorer(versions.answering)
+        assert all(map(torch.equal, [second(*sides(seed, 64)) for seed in range(3)], wanted[1]))
+        versions.answering.version = first.scorer.version  # type: ignore[attr-defined]
+        assert not torch.equal(second(*sides(0, 64)), wanted[1][0]), "without versions answers would be mixed"
+        for model in models:
+            model.served.drop(model.rows)
+        with pytest.raises(Refused, match="shard 0 does not answer"):
+            second(*sides(0, 64))
+        late = ShardedVersions(place / MAIN, 8, False, calls, 0.3)
+        late.add(read)
+        late.swap()
+        assert torch.equal(RequestScorer(late.answering)(*sides(1, 64)), wanted[1][1])
 
 
 def test_parts_are_signed_as_a_package_is(package: Path, tmp_path: Path) -> None:
@@ -350,3 +449,29 @@ def test_a_run_becomes_parts_and_the_dense_part_begins_before_rows_come(
         for seed, samples in enumerate((1, 5, 64)):
             assert apart(*sides(seed, samples)).equal(alone(*sides(seed, samples)))
         assert len(begun) == 3
+
+
+@pytest.mark.soak
+def test_processes_follow_deltas_and_no_answer_is_of_two_versions(
+    package: Path, in_two: Path, tmp_path: Path
+) -> None:
+    deltas = tmp_path / "deltas"
+    deltas.mkdir()
+    words, latest = ("follow=" + str(deltas), "poll_seconds=0.05"), package
+    known = [scored(RequestScorer(Scorer(package)), 7)]
+    own = Fleet(in_two, tmp_path, 2, *words, of_shards=words)
+    try:
+        for number in range(4):
+            delta = delta_of(latest, deltas, number)
+            apply_deltas(latest, [delta.directory], tmp_path / str(number))
+            latest = tmp_path / str(number)
+            known.append(scored(RequestScorer(Scorer(latest)), 7))
+            seen = []
+            while known[-1] not in seen:
+                status, found = own.ask(7)
+                assert status == 200
+                seen.append(found["outputs"][0]["data"])
+                assert seen[-1] in known[-2:], "an answer is of one version"
+                assert len(seen) < 5000
+    finally:
+        own.end()

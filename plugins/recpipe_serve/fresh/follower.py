@@ -181,7 +181,8 @@ class Follower:
         versions.add(delta)
         latest = versions.kept[-1]
         waiting = self._requests[1 - versions.front]
-        latest.refused = self.gate.against(latest, before, waiting, recent)
+        if latest.refused is None:
+            latest.refused = self.gate.against(latest, before, waiting, recent)
         self.counts.rows += sum(table["rows"] for table in delta.of.content["tables"].values())
         return latest, versions.changed(versions.served, len(versions.kept) - 1)
 
