@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 11)
+API = (2, 12)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",

@@ -25,7 +25,7 @@ def statement(facts: Facts, learning: Learning, min_micro_batch: int) -> Stateme
         ),
         phases=(Phase(moved=moved),),
         plans="lfu",
-        memory=sum(5 * group.rows for group in facts.groups),
+        memory=sum(4 * int(facts.share * group.rows) for group in facts.groups),
     )
     if not cut:
         return whole

@@ -35,7 +35,7 @@ class Hotline(Plugin):
     Exact: one update per mini-batch, equal to the run without it up to the order of float sums.
     """
 
-    api = (2, 8)
+    api = (2, 12)
 
     def __init__(
         self,

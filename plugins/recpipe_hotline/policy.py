@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.kit import add_lookups, compiled, distinct_slots, top_rows, within
-from recpipe.plugin import NOTHING, CachePolicy, Placement, RowIds, RowSpace, Slots
+from recpipe.kit import compiled, distinct_slots, top_rows, within
+from recpipe.plugin import NOTHING, CachePolicy, Notes, Placement, RowIds, RowSpace, Slots
+
+ONE, POPULAR = 2, 1
+"""Of a row's note: what a lookup adds to it, and the mark of a row that the last learning found popular."""
+HIGHEST = (1 << 29) - 1
+"""The highest count."""
+CHUNK = 1 << 20
+"""Rows whose notes are changed at a time."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,9 @@ class PopularRows(CachePolicy):
     nothing from the store. While slots are empty, every such row gets one. Once slots are full, rows that the
     last learning found popular replace rows that it did not. After a learning the counts are divided by
     ``decay``, so that old popularity fades.
+
+    Counts and marks are the rows' notes (``Residents.keep_notes``), so that they take no memory for a row. A
+    count is exact up to ``HIGHEST`` lookups, at which it stays until the next learning.
     """
 
     each_once = True
@@ -38,8 +48,7 @@ class PopularRows(CachePolicy):
     def __init__(self, space: RowSpace, learning: Learning) -> None:
         super().__init__(space)
         self.learning = learning
-        self.counts = np.zeros(space.rows, np.int32)
-        self.popular = np.zeros(space.rows, bool)
+        self.notes = space.residents.keep_notes()
         self.unpopular = NOTHING.slots
         """Slots with rows that the last learning did not find popular, least used first."""
         self.slab = NOTHING.rows
@@ -59,12 +68,13 @@ class PopularRows(CachePolicy):
             self._learn()
         every = max(1, round(1 / self.learning.sample))
         if self.batch % every == 0:
-            add_lookups(self.counts, rows, self.times)
+            self.notes.add(rows, self.times, ONE)
         self.batch += 1
         # Rows of the last slab get slots: any row an empty one, then popular ones those of unpopular rows.
         empty = np.arange(self.used, min(self.space.slots, self.used + len(self.slab)), dtype=np.int32)
         rest = self.slab[len(empty) :]
-        chosen = _marked(self.popular, rest, len(self.unpopular) - self.replaced)
+        marked = rest[self.notes[rest] & POPULAR > 0]
+        chosen = marked[: len(self.unpopular) - self.replaced]
         victims = self.unpopular[self.replaced : self.replaced + len(chosen)]
         slots, rows = victims, chosen
         if len(empty):
@@ -82,22 +92,45 @@ class PopularRows(CachePolicy):
         interval = min(self.learning.relearn_every, round(self.batch * (self.learning.growth - 1)))
         self.next_learning = self.batch + max(1, interval)
         held, spread = self.space.residents.row_of_slot, self.space.spread
-        self.popular = np.zeros(self.space.rows, bool)
-        self.popular[top_rows(self.counts, self.space.slots, held, spread)] = True
-        found = spread.map(
-            lambda part: _unpopular(held[part], part.start, self.popular, self.counts),
-            spread.parts(len(held)),
-        )
-        slots, counts = map(np.concatenate, zip(*found, strict=True))
+        popular = top_rows(Counts(self.notes), self.space.slots, held, spread)
+        of_slot = self.notes.of_slot
+        of_slot -= of_slot & POPULAR
+        self.notes[popular] = self.notes[popular] | POPULAR
+        slots = np.flatnonzero(of_slot & POPULAR == 0).astype(np.int32)
+        counts = of_slot[slots] // ONE
         if counts.max(initial=0) < 1 << 16:
             counts = counts.astype(np.uint16)  # which numpy puts in order ten times as fast
         self.unpopular = slots[np.argsort(counts, kind="stable")]
         self.replaced = 0
         self.learnings += 1
-        spread.map(self._fade, spread.parts(len(self.counts)))
+        spread.map(lambda part: self._renew(part, popular), spread.parts(len(self.notes)))
 
-    def _fade(self, part: slice) -> None:
-        self.counts[part] //= self.learning.decay
+    def _renew(self, part: slice, popular: RowIds) -> None:
+        """Let the counts of some rows fade, and mark those that are ``popular`` (sorted), and no others."""
+        for start in range(part.start, part.stop, CHUNK):
+            rows = slice(start, min(start + CHUNK, part.stop))
+            notes = self.notes[rows] // ONE // self.learning.decay * ONE
+            first, last = np.searchsorted(popular, (rows.start, rows.stop))
+            notes[popular[first:last] - start] |= POPULAR
+            self.notes[rows] = notes
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        """How often each row was looked up in the batches that are counted, int32 [rows]; a copy."""
+        return self.notes[:] // ONE
+
+    @counts.setter
+    def counts(self, counts: NDArray[np.int32]) -> None:
+        self.notes[:] = np.minimum(counts, HIGHEST) * ONE + (self.notes[:] & POPULAR)
+
+    @property
+    def popular(self) -> NDArray[np.bool_]:
+        """Which rows the last learning found popular, bool [rows]; a copy."""
+        return self.notes[:] & POPULAR > 0
+
+    @popular.setter
+    def popular(self, popular: NDArray[np.bool_]) -> None:
+        self.notes[:] = self.notes[:] // ONE * ONE + popular
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """All misses pass through the slab; the next batch's ``migrate`` may promote them."""
@@ -133,30 +166,17 @@ class PopularRows(CachePolicy):
             setattr(self, name, value)
 
 
-@compiled
-def _unpopular(
-    held: RowIds, first: int, popular: NDArray[np.bool_], counts: NDArray[np.int32]
-) -> tuple[Slots, NDArray[np.int32]]:
-    """Of slots that hold the rows ``held``, numbered from ``first`` on, those whose row is not ``popular``,
-    and these rows' ``counts``."""
-    slots, own = np.empty(len(held), np.int32), np.empty(len(held), np.int32)
-    found = 0
-    for i in range(len(held)):
-        slots[found], own[found] = first + i, counts[held[i]]
-        found += not popular[held[i]]  # a branch that is hard to predict would wait for each row by itself
-    return slots[:found], own[:found]
+class Counts:
+    """The counts in a policy's ``notes``, as ``top_rows`` reads them."""
 
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
 
-@compiled
-def _marked(marks: NDArray[np.bool_], rows: RowIds, most: int) -> RowIds:
-    """The first ``most`` of those ``rows`` that have a mark."""
-    chosen = np.empty(len(rows), np.int64)
-    count = 0
-    for row in rows:
-        if count < most and marks[row]:
-            chosen[count] = row
-            count += 1
-    return chosen[:count]
+    def __len__(self) -> int:
+        return len(self.notes)
+
+    def __getitem__(self, rows: slice | RowIds) -> NDArray[np.int32]:
+        return self.notes[rows] // ONE
 
 
 @compiled

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,10 +149,25 @@ CAP = 1 << 16
 """Counts from this one on are put in order; of lower ones it is enough to know how many are equal."""
 
 
+CHUNK = 1 << 22
+"""Rows whose counts are read at a time."""
+
+
 Counts = NDArray[np.int32]
 
 
-def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: Spread = ALONE) -> RowIds:
+class CountsOfRows(Protocol):
+    """Counts by row: an array int32 [rows], or what reads some of them as one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Counts:
+        """Those of a slice of rows, or of rows int64 [n]."""
+
+
+def top_rows(
+    counts: CountsOfRows, size: int, resident: RowIds | None = None, spread: Spread = ALONE
+) -> RowIds:
     """The ``size`` rows with the highest counts above 0, as global row numbers, int64, sorted.
 
     Of rows with equal counts, those that are already ``resident`` (distinct rows; below 0: none) come first
@@ -162,15 +177,16 @@ def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: 
     if size == 0:
         return np.empty(0, np.int64)
     parts = spread.parts(len(counts))
-    counted = spread.map(lambda part: _counted(counts[part], part.start), parts)
+    counted = spread.map(lambda part: _counted(counts, part), parts)
     rows, own_counts, numbers = zip(*counted, strict=True)
     if sum(map(len, rows)) <= size:
         return np.concatenate(rows)
     least, tied = _least(np.sum(numbers, axis=0), size, own_counts)
     marks = np.zeros(len(counts), bool)
     if resident is not None:
-        mine = [resident[part] for part in spread.parts(len(resident))]
-        spread.map(lambda some: _mark(marks, counts, least, some), mine)
+        held = resident[resident >= 0]
+        mine = [held[part] for part in spread.parts(len(held))]
+        spread.map(lambda some: _mark(marks, counts[some], least, some), mine)
     found = spread.map(lambda of, own: _tally(of, own, least, marks), rows, own_counts)
     others, works = max(0, tied - sum(marked for _, _, marked in found)), []
     for above, without, with_mark in found:
@@ -181,20 +197,28 @@ def top_rows(counts: Counts, size: int, resident: RowIds | None = None, spread: 
     return np.concatenate(chosen)
 
 
+def _counted(counts: CountsOfRows, part: slice) -> tuple[RowIds, Counts, NDArray[np.int64]]:
+    """The rows of a ``part`` with ``counts`` above 0, and their counts; how many have each count below
+    ``CAP``, and how many a higher one. Most rows of large tables have none, so that what follows is short."""
+    numbers, found = np.zeros(CAP + 1, np.int64), [(np.empty(0, np.int64), np.empty(0, np.int32))]
+    for start in range(part.start, part.stop, CHUNK):
+        some = counts[slice(start, min(start + CHUNK, part.stop))]
+        found.append(_above_zero(some, start, numbers))
+    rows, own = map(np.concatenate, zip(*found, strict=True))
+    return rows, own, numbers
+
+
 @compiled
-def _counted(counts: Counts, first: int) -> tuple[RowIds, Counts, NDArray[np.int64]]:
-    """The rows, from row ``first`` on, with ``counts`` above 0, and their counts; how many have each count
-    below ``CAP``, and how many a higher one. Most rows of large tables have none, so that what follows is
-    short."""
+def _above_zero(counts: Counts, first: int, numbers: NDArray[np.int64]) -> tuple[RowIds, Counts]:
+    """The rows, from row ``first`` on, with ``counts`` above 0, and their counts, which ``numbers`` gets."""
     rows, own = np.empty(len(counts), np.int64), np.empty(len(counts), np.int32)
-    numbers = np.zeros(CAP + 1, np.int64)
     found = 0
     for row in range(len(counts)):
         if counts[row]:
             rows[found], own[found] = first + row, counts[row]
             numbers[min(counts[row], CAP)] += 1
             found += 1
-    return rows[:found].copy(), own[:found].copy(), numbers
+    return rows[:found].copy(), own[:found].copy()
 
 
 def _least(numbers: NDArray[np.int64], size: int, counts: Sequence[Counts]) -> tuple[int, int]:
@@ -211,10 +235,10 @@ def _least(numbers: NDArray[np.int64], size: int, counts: Sequence[Counts]) -> t
 
 @compiled
 def _mark(marks: NDArray[np.bool_], counts: Counts, least: int, resident: RowIds) -> None:
-    """Mark those ``resident`` rows whose count is ``least``."""
-    for row in resident:
-        if row >= 0 and counts[row] == least:
-            marks[row] = True
+    """Mark those ``resident`` rows whose ``counts`` are ``least``."""
+    for i in range(len(resident)):
+        if counts[i] == least:
+            marks[resident[i]] = True
 
 
 @compiled

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from recpipe.plugin.context import Context, GroupInfo, RunFigures, TableInfo
     from recpipe.plugin.errors import PluginError
     from recpipe.plugin.planner import Planner
-    from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, Residents, RowSpace
+    from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, RowSpace
     from recpipe.plugin.quantizer import Direction, Quantizer, RecordLayout, RowCodec
+    from recpipe.plugin.residents import Notes, Residents
     from recpipe.plugin.skipper import Mark, RowView, Skipper, moved
     from recpipe.plugin.splitter import Split, Splitter, micro_batch_step
     from recpipe.plugin.store import ColdStore, IoCounters, Records, StoreLayout
@@ -32,8 +33,9 @@ _HOME = {
         "context": ("Context", "GroupInfo", "RunFigures", "TableInfo"),
         "errors": ("PluginError",),
         "planner": ("Planner",),
-        "policy": ("Cache", "CachePolicy", "NOTHING", "Placement", "Residents", "RowSpace"),
+        "policy": ("Cache", "CachePolicy", "NOTHING", "Placement", "RowSpace"),
         "quantizer": ("Direction", "Quantizer", "RecordLayout", "RowCodec"),
+        "residents": ("Notes", "Residents"),
         "skipper": ("Mark", "RowView", "Skipper", "moved"),
         "splitter": ("Split", "Splitter", "micro_batch_step"),
         "store": ("ColdStore", "IoCounters", "Records", "StoreLayout"),
@@ -62,6 +64,7 @@ __all__ = [
     "IoCounters",
     "Link",
     "Mark",
+    "Notes",
     "Placement",
     "Planner",
     "Plugin",

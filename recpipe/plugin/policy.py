@@ -15,82 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recpipe.common.loops import ALONE, Spread, compiled
+from recpipe.common.loops import ALONE, Spread
 from recpipe.plugin.bags import RowIds, Slots
+from recpipe.plugin.residents import Residents
 
 if TYPE_CHECKING:
     from recpipe.plugin.collection import TableCollection, TierParts
     from recpipe.plugin.context import GroupInfo
     from recpipe.plugin.store import ColdStore
-
-IN_STORE = -1
-
-
-class Residents:
-    """Which rows are resident once every placement so far has been carried out; read only for policies.
-
-    Core writes it by ``put`` and ``empty``. A plugin that keeps rows in slots of its own may use these too.
-    """
-
-    def __init__(self, rows: int, slots: int) -> None:
-        self._where = np.full(rows, IN_STORE, np.int32)
-        self._row_of_slot = np.full(slots, -1, np.int64)
-
-    @property
-    def row_of_slot(self) -> RowIds:
-        """The row in each slot, or -1 if the slot is empty: int64 [slots], read only."""
-        view = self._row_of_slot.view()
-        view.flags.writeable = False
-        return view
-
-    def slot_of(self, rows: RowIds) -> Slots:
-        """The slot of each of ``rows``, or -1 if the row is not resident: int32 [n]."""
-        slots: Slots = np.maximum(self._where[rows], IN_STORE)
-        return slots
-
-    @property
-    def rows(self) -> RowIds:
-        """The resident rows, in the order of their slots."""
-        return self._row_of_slot[self._row_of_slot >= 0]
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory of the maps: 4 bytes per row and 8 per slot."""
-        return self._where.nbytes + self._row_of_slot.nbytes
-
-    def put(self, slots: Slots, rows: RowIds) -> RowIds:
-        """Put ``rows`` into ``slots``; returns the rows that were there (-1: the slot was empty).
-        ``IndexError`` for one that does not exist."""
-        if not len(slots) and not len(rows):
-            return NOTHING.rows
-        return _put(self._where, self._row_of_slot, slots, rows)
-
-    def empty(self, slots: Slots) -> RowIds:
-        """Empty ``slots``; returns the rows that were there (-1: the slot was empty)."""
-        if not len(slots):
-            return NOTHING.rows
-        leaving = self._row_of_slot[slots]
-        self._where[leaving[leaving >= 0]] = IN_STORE
-        self._row_of_slot[slots] = -1
-        return leaving
-
-
-@compiled
-def _put(where: Slots, row_of_slot: RowIds, slots: Slots, rows: RowIds) -> RowIds:
-    if len(rows) != len(slots):
-        raise IndexError("as many rows as slots are asked for")
-    for i in range(len(slots)):
-        if not (0 <= slots[i] < len(row_of_slot) and 0 <= rows[i] < len(where)):
-            raise IndexError("a slot or a row that does not exist")
-    leaving = np.empty(len(slots), np.int64)
-    for i in range(len(slots)):
-        leaving[i] = row_of_slot[slots[i]]
-        if leaving[i] >= 0:
-            where[leaving[i]] = IN_STORE
-    for i in range(len(slots)):
-        where[rows[i]] = slots[i]
-        row_of_slot[slots[i]] = rows[i]
-    return leaving
 
 
 @dataclass(frozen=True)

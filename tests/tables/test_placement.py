@@ -17,6 +17,7 @@ from recpipe.common.loops import ALONE, Spread
 from recpipe.errors import DataError
 from recpipe.plugin.bags import Bags, RowIds, Slots, distinct
 from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.residents import IN_STORE, NOTED
 from recpipe.plugin.tables import SparseFeature, TableOptimizer, TableSet
 from recpipe.tables.rows import checked_rows, table_bags
 from recpipe.tables.tiers.gpu_lookups import Finder, GpuBags, GpuLookups
@@ -57,7 +58,32 @@ class Swapping(CachePolicy):
         self.step = state["step"]
 
 
-KINDS = {**MAKERS, "swapping": Swapping}
+class Noting(Swapping):
+    """Counts lookups in notes and beside them."""
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space)
+        self.notes, self.counts = space.residents.keep_notes(), np.zeros(space.rows, np.int32)
+
+    def migrate(self, rows: RowIds) -> Placement:
+        self._count(rows)
+        return super().migrate(rows)
+
+    def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
+        self._count(misses)
+        return super().admit(hits, misses, looked_up)
+
+    def _count(self, rows: RowIds) -> None:
+        self.notes.add(rows, None)
+        np.add.at(self.counts, rows, 1)
+
+
+KINDS = {**MAKERS, "swapping": Swapping, "noting": Noting}
+
+
+def places_of(where: Slots) -> Slots:
+    """The map without notes."""
+    return np.where(where <= NOTED, IN_STORE, where)
 
 
 def planner_of(kind: str, carry: bool, slots: int = 50, threads: Spread = ALONE) -> TierPlanner:
@@ -149,7 +175,7 @@ class Places:
         where = np.full(len(times), -1)
         where[self.slots[used]] = used
         where[self.slab] = -2 - np.arange(len(self.slab))
-        assert np.array_equal(planner.where, where)
+        assert np.array_equal(places_of(planner.where), where)
         assert np.array_equal(planner.row_of_slot, self.slots)
 
 
@@ -233,18 +259,37 @@ def test_a_plan_taken_back_comes_out_again(kind: str, carry: bool, form: str) ->
     assert planner.undo() is None
     for index, each in enumerate(batches()):
         bags = given(each, form)
-        before = copy.deepcopy((planner.where, planner.row_of_slot, planner.slab_rows))
+        before = copy.deepcopy((places_of(planner.where), planner.row_of_slot, planner.slab_rows))
         first = planner.plan(bags)
         if index % 2:
             again = planner.undo()
             assert again is bags
-            for now, then in zip(
-                (planner.where, planner.row_of_slot, planner.slab_rows), before, strict=True
-            ):
-                np.testing.assert_array_equal(now, then)
+            now = places_of(planner.where), planner.row_of_slot, planner.slab_rows
+            for mine, then in zip(now, before, strict=True):
+                np.testing.assert_array_equal(mine, then)
             assert_same_plan(planner.plan(again), first)
         planner.commit()
         assert planner.undo() is None, "a plan carried out cannot be taken back"
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_notes_go_where_rows_go(carry: bool) -> None:
+    planner = planner_of("noting", carry)
+    policy, in_slab = planner.policy, 0
+    for index, bags in enumerate(batches()):
+        planner.plan(bags)
+        np.testing.assert_array_equal(policy.notes[:], policy.counts)
+        if index % 3 == 0:
+            planner.undo()
+            np.testing.assert_array_equal(policy.notes[:], policy.counts)
+            planner.plan(bags)
+        planner.commit()
+        in_slab += (policy.counts[planner.slab_rows] > 0).sum()
+    assert in_slab
+    assert (policy.counts[policy.space.residents.rows] > 0).any()
+    planner.row_of_slot[:2] = planner.row_of_slot[1::-1]  # negative control: rows that core has not moved
+    planner.where[planner.row_of_slot[:2]] = 0, 1
+    assert (policy.notes[:] != policy.counts).any()
 
 
 @pytest.mark.parametrize("kind", ["nocache", "lru", "hot"])
@@ -430,7 +475,7 @@ def test_lfu_counts_every_lookup_in_both_forms() -> None:
             planner.plan(given(bags, form))
             planner.commit()
         assert isinstance(planner.policy, Lfu)
-        counts.append(planner.policy.counts)
+        counts.append(planner.policy.notes[:])
     np.testing.assert_array_equal(*counts)
     assert counts[0].sum() == sum(len(bags.indices) for bags in batches())
 

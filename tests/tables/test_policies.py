@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recpipe.plugin.policy import CachePolicy, Placement, Residents, RowSpace
+from recpipe.plugin.policy import CachePolicy, Placement, RowSpace
+from recpipe.plugin.residents import MOST, NOTED, Residents
 from recpipe.tables.tiers.policies import HotSet, Lfu, Lru, NoCache, add_lookups, distinct_slots
 from tests.tables.samples import MAKERS
 
@@ -99,7 +100,83 @@ def test_lfu_replaces_only_rows_used_less_often(slots: int, seed: int) -> None:
         if left_out and len(placement.rows):
             assert min(counts[r] for r in placement.rows.tolist()) >= max(counts[r] for r in left_out)
     assert replaced > 0
-    assert cache.policy.counts.tolist() == [counts[row] for row in range(BASES[-1])]
+    assert cache.policy.notes[:].tolist() == [counts[row] for row in range(BASES[-1])]
+
+
+class CountsApart(Lfu):
+    """The same decisions, by counts of all rows in an array of their own."""
+
+    def __init__(self, space: RowSpace) -> None:
+        super().__init__(space)
+        self.counts = np.zeros(space.rows, np.int32)
+
+    def admit(self, hits: np.ndarray, misses: np.ndarray, looked_up: np.ndarray) -> Placement:
+        add_lookups(self.counts, looked_up, self.times)
+        held = self.space.residents.row_of_slot
+        wanted = misses[np.argsort(-self.counts[misses], kind="stable")]
+        fresh = np.arange(self.used, min(self.space.slots, self.used + len(wanted)), dtype=np.int32)
+        rest, victims = wanted[len(fresh) :], np.empty(0, np.int32)
+        if len(rest) and self.used:
+            if self.next + len(rest) > len(self.candidates):
+                counts = self.counts[held[: self.used]]
+                size = min(max(4 * len(rest), self.used // 8), self.used)
+                least = np.argpartition(counts, size - 1)[:size]
+                least = least[np.lexsort((least, counts[least]))]
+                self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
+                self.next = 0
+            window = slice(self.next, self.next + len(rest))
+            victims = self.candidates[window]
+            self.next += len(victims)
+            same = self.counts[held[victims]] == self.candidate_counts[window]
+            victims = victims[same & ~np.isin(victims, hits)]
+        self.used += len(fresh)
+        better = self.counts[rest[: len(victims)]] > self.counts[held[victims]]
+        victims = victims[: int(better.argmin()) if not better.all() else len(better)]
+        slots = np.concatenate((fresh, victims))
+        return Placement(slots, wanted[: len(slots)])
+
+
+@pytest.mark.parametrize("slots", [1, 13, 64, 399])
+def test_lfu_decides_as_with_counts_beside_the_map(slots: int) -> None:
+    one, other = (Cache(kind(RowSpace(BASES, slots))) for kind in (Lfu, CountsApart))
+    for rows in streams(5):
+        for mine, theirs in zip(one.batch(rows)[:2], other.batch(rows)[:2], strict=True):
+            assert mine.slots.tolist() == theirs.slots.tolist()
+            assert mine.rows.tolist() == theirs.rows.tolist()
+    assert one.policy.notes[:].tolist() == other.policy.counts.tolist()
+
+
+def test_notes_go_with_rows_and_stay_at_the_highest() -> None:
+    residents, row = Residents(9, 2), np.array([4])
+    notes = residents.keep_notes()
+    notes.add(np.array([4, 5, 4]), None, unit=2)
+    notes[row] = notes[row] | 1
+    for slot in (0, 1):
+        residents.put(np.array([slot], np.int32), np.array([4, 5])[slot : slot + 1])
+        assert notes[:].tolist() == [0, 0, 0, 0, 5, 2, 0, 0, 0]
+    residents.put(np.array([0], np.int32), np.array([7]))  # row 4 leaves
+    assert residents.empty(np.array([1], np.int32)).tolist() == [5]
+    assert notes[:].tolist() == [0, 0, 0, 0, 5, 2, 0, 0, 0]
+    assert residents.slot_of(np.arange(9)).tolist() == [-1] * 7 + [0, -1]
+    most = np.array([2**31 - 1], np.int32)
+    notes.add(row, most, unit=2)
+    assert notes[row] == MOST, "an odd one: the mark is kept"
+    notes.add(np.array([5]), most, unit=2)
+    assert notes[np.array([5])] == MOST - 1
+    assert residents._where.min() == NOTED - MOST > np.iinfo(np.int32).min
+    for rows, values in ((9, 1), (-1, 1), (3, -1)):
+        with pytest.raises(IndexError):
+            notes[np.array([rows])] = np.array([values], np.int32)
+
+
+def test_counts_of_an_earlier_checkpoint_go_on() -> None:
+    policy = Lfu(RowSpace(BASES, 5))
+    counts = np.arange(BASES[-1], dtype=np.int32)
+    counts[-1] = 2**31 - 1
+    state = policy.state_dict() | {"counts": counts}
+    policy.check_state(state)
+    policy.load_state_dict(state)
+    assert policy.state_dict()["counts"].tolist() == [*range(BASES[-1] - 1), MOST]
 
 
 def test_lfu_finds_the_most_used_rows_and_keeps_them_through_a_scan() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from recpipe_hotline.policy import Learning, PopularRows
+from recpipe_hotline.policy import HIGHEST, Learning, PopularRows
 
+from recpipe.kit import top_rows
 from recpipe.plugin.policy import RowSpace
 
 ROWS, SLOTS = 100, 12
@@ -98,6 +99,34 @@ def test_a_sample_of_the_batches_counts() -> None:
         see(policy, rows)
         total += len(rows) if number % 4 == 0 else 0
         assert policy.counts.sum() == total, number
+
+
+def test_it_learns_as_with_counts_and_marks_beside_the_map() -> None:
+    policy = make(Learning(3, 2.0, 5, 1.0, 3))
+    counts, marks, unpopular = np.zeros(ROWS, np.int32), np.zeros(ROWS, bool), []
+    for rows in batches(40):
+        held, learns = policy.space.residents.row_of_slot.copy(), policy.batch >= policy.next_learning
+        if learns and (held >= 0).all():
+            marks[:] = False
+            marks[top_rows(counts, SLOTS, held)] = True
+            unpopular = sorted(np.flatnonzero(~marks[held]), key=lambda slot: counts[held[slot]])
+            counts //= 3
+        np.add.at(counts, rows, 1)
+        see(policy, rows)
+        np.testing.assert_array_equal(policy.counts, counts)
+        np.testing.assert_array_equal(policy.popular, marks)
+        assert policy.unpopular.tolist() == unpopular
+    assert policy.learnings > 3
+    assert policy.replaced_rows > 0
+
+
+def test_a_count_stays_at_the_highest() -> None:
+    policy = make()
+    policy.counts = np.full(ROWS, 2**31 - 1, np.int32)
+    policy.popular = np.arange(ROWS) % 2 == 0
+    see(policy, np.arange(ROWS))
+    assert policy.counts.tolist() == [HIGHEST] * ROWS
+    assert policy.popular.tolist() == [True, False] * (ROWS // 2)
 
 
 def test_empty_slots_take_what_the_last_batch_missed() -> None:

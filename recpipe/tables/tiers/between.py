@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from recpipe.plugin.bags import RowIds
-from recpipe.plugin.policy import IN_STORE
+from recpipe.plugin.residents import in_slab
 from recpipe.plugin.store import ColdStore, Records
 from recpipe.tables.collection import RowCollection, SavesPlacement, ShowsRows
 from recpipe.tables.tiers.layout import Layout
@@ -116,7 +116,7 @@ class BetweenBatches(RowCollection, SavesPlacement, ShowsRows):
         resident = torch.from_numpy(records[hot]).to(self.device)
         self.layout.resident.put(self._index(where[hot]), resident)
         # The next batch may take a row from the slab instead of the store.
-        held = np.flatnonzero(where < IN_STORE)
+        held = np.flatnonzero(in_slab(where))
         positions = torch.from_numpy(-2 - where[held].astype(np.int64)).to(self.device)
         self.layout.slab.put(positions, torch.from_numpy(records[held]).to(self.device))
         self.cold.write_now(rows[cold], records[cold])

@@ -20,7 +20,8 @@ from recpipe.common.loops import compiled, load_loops
 from recpipe.common.saved import Damaged, entries, residents, within
 from recpipe.plugin.bags import Bags, RowIds, Slots
 from recpipe.plugin.calls import Owned
-from recpipe.plugin.policy import IN_STORE, NOTHING, Cache, CachePolicy, Placement, asks_once
+from recpipe.plugin.policy import NOTHING, Cache, CachePolicy, Placement, asks_once
+from recpipe.plugin.residents import IN_STORE
 from recpipe.tables.tiers import row_map
 from recpipe.tables.tiers.plan import TierPlan
 
@@ -63,7 +64,7 @@ class TierPlanner:
             owned: Owned[CachePolicy] = Owned(owner.label, owner.origin, policy, made_by="policy")
             self._owned = owned, PlacementCheck(policy)
         self.where = self.space.residents._where
-        """For each row its slot, ``IN_STORE``, or its place in the slab: int32 [rows]."""
+        """Where each row is, as ``recpipe.plugin.residents`` says: int32 [rows]."""
         self.row_of_slot = self.space.residents._row_of_slot
         self.slab_rows: RowIds = np.empty(0, np.int64)
         self.decided: Decision | None = None
@@ -83,10 +84,11 @@ class TierPlanner:
         repeats = None if once else times
         told = rows if repeats is None else np.repeat(rows, repeats)
         moved = known.moved if known is not None else self._ask(CachePolicy.migrate, told)
+        of_slot, of_slab, noted = self.space.residents.noted
         # What a policy moves in for this batch was not resident.
         missed, found, missing, misses, hits, left, moved_from = row_map.migrate(
-            *(self.where, self.row_of_slot, rows, NOTHING.slots if times is None else times),
-            *(moved.slots, moved.rows, moved.freed),
+            *(self.where, self.row_of_slot, of_slot, of_slab, noted, rows),
+            *(NOTHING.slots if times is None else times, moved.slots, moved.rows, moved.freed),
         )
         if known is not None:
             admitted = known.admitted
@@ -97,11 +99,13 @@ class TierPlanner:
         slots = np.concatenate((moved.slots, admitted.slots))
         placed = np.concatenate((moved.rows, admitted.rows))
         freed = np.concatenate((moved.freed, admitted.freed))
-        evicted, slab, carried_from, fetch = row_map.admit(
-            *(self.where, self.row_of_slot, rows, found, missing, misses, slots, placed),
-            *(freed, len(moved.slots), left, moved_from, before, self.carry),
+        evicted, slab, carried_from, fetch, in_slab = row_map.admit(
+            *(self.where, self.row_of_slot, of_slot, of_slab, noted, rows, found, missing, misses),
+            *(slots, placed, freed, len(moved.slots), left, moved_from, before, self.carry),
         )
-        self.slab_rows = slab
+        self.slab_rows, notes = slab, self.space.residents.notes
+        if notes is not None:
+            notes.of_slab = in_slab
         vacated = np.concatenate((slots, freed)) if len(freed) else slots
         moves = slots, placed, vacated, evicted, slab, carried_from, fetch
         plan = TierPlan(*moves, found, len(bags), len(bags) - missed)
@@ -133,24 +137,32 @@ class TierPlanner:
         if self._pending is None:
             return None
         plan, before, bags, self.decided = self._pending
+        left, notes = plan.evicted >= 0, self.space.residents.notes
+        changed = np.concatenate((plan.slab, plan.placed, plan.evicted[left], before))
+        kept = None if notes is None else notes[changed]
         self.where[plan.slab] = IN_STORE
         self.where[plan.placed] = IN_STORE
         self.row_of_slot[plan.vacated] = plan.evicted
-        left = plan.evicted >= 0
         self.where[plan.evicted[left]] = plan.vacated[left]
         self.where[before] = -2 - np.arange(len(before), dtype=np.int32)
         self.slab_rows = before
+        if notes is not None and kept is not None:
+            notes.of_slab = np.zeros(len(before), np.int32)
+            notes[changed] = kept
         self._pending = None
         return bags
 
     def restore(self, row_of_slot: RowIds) -> None:
-        """Start from these resident rows (int64 [slots], -1 for an empty slot) and an empty slab."""
+        """Start from these resident rows (int64 [slots], -1 for an empty slot), an empty slab and no
+        notes."""
         assert self._pending is None
         assert len(row_of_slot) == self.space.slots
         used = np.flatnonzero(row_of_slot >= 0).astype(np.int32)
         rows = row_of_slot[used]
         self.where.fill(IN_STORE)
         self.row_of_slot.fill(-1)
+        if self.space.residents.notes is not None:
+            self.space.residents.notes.clear()
         self.space.residents.put(used, rows)
         self.slab_rows = np.empty(0, np.int64)
 

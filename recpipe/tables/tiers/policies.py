@@ -12,6 +12,7 @@ from recpipe.common.loops import ALONE, Spread, compiled
 from recpipe.common.saved import Damaged, within
 from recpipe.plugin.bags import RowIds, Slots
 from recpipe.plugin.policy import NOTHING, CachePolicy, Placement, RowSpace
+from recpipe.plugin.residents import MOST
 
 
 class NoCache(CachePolicy):
@@ -157,6 +158,7 @@ class Lfu(CachePolicy):
     """Least frequently used, with counts kept for all rows: a missed row replaces a resident one only
     when it has been looked up more often (the rule of FBGEMM's LFU cache).
 
+    A row's count is its note (``recpipe.plugin.residents``), exact up to 1,073,741,823, where it stays.
     Victims come from a list of the least used slots, which is rebuilt when it is used up. Slots whose count
     has grown since are skipped.
     """
@@ -165,33 +167,33 @@ class Lfu(CachePolicy):
 
     def __init__(self, space: RowSpace) -> None:
         super().__init__(space)
-        self.counts = np.zeros(space.rows, np.int32)
+        self.notes = space.residents.keep_notes()
         self.candidates, self.candidate_counts = NOTHING.slots, NOTHING.slots
         self.next = self.used = 0
 
     def admit(self, hits: Slots, misses: RowIds, looked_up: RowIds) -> Placement:
         """Pair the most frequent misses with the least frequent residents."""
-        add_lookups(self.counts, looked_up, self.times)
-        row_of_slot = self.space.residents.row_of_slot
-        wanted = misses[np.argsort(-self.counts[misses], kind="stable")]
+        self.notes.add(looked_up, self.times)
+        of_slot, counts = self.notes.of_slot, self.notes[misses]
+        order = np.argsort(-counts, kind="stable")
+        wanted, counts = misses[order], counts[order]
         fresh = np.arange(self.used, min(self.space.slots, self.used + len(wanted)), dtype=np.int32)
         rest, victims = wanted[len(fresh) :], NOTHING.slots
         if len(rest) and self.used:
             if self.next + len(rest) > len(self.candidates):  # list the least used slots, least used first
-                counts = self.counts[row_of_slot[: self.used]]
                 size = min(max(4 * len(rest), self.used // 8), self.used)
-                least = np.argpartition(counts, size - 1)[:size]
-                least = least[np.lexsort((least, counts[least]))]
-                self.candidates, self.candidate_counts = least.astype(np.int32), counts[least]
+                least = np.argpartition(of_slot[: self.used], size - 1)[:size]
+                least = least[np.lexsort((least, of_slot[least]))]
+                self.candidates, self.candidate_counts = least.astype(np.int32), of_slot[least]
                 self.next = 0
             window = slice(self.next, self.next + len(rest))
             victims = self.candidates[window]
             self.next += len(victims)
             # Slots hit in this batch have a higher count than when they were listed.
-            same = self.counts[row_of_slot[victims]] == self.candidate_counts[window]
+            same = of_slot[victims] == self.candidate_counts[window]
             victims = victims[same & ~np.isin(victims, hits)]
         self.used += len(fresh)
-        better = self.counts[rest[: len(victims)]] > self.counts[row_of_slot[victims]]
+        better = counts[len(fresh) :][: len(victims)] > of_slot[victims]
         victims = victims[: int(better.argmin()) if not better.all() else len(better)]
         slots = np.concatenate((fresh, victims))
         return Placement(slots, wanted[: len(slots)])
@@ -199,7 +201,7 @@ class Lfu(CachePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Counts and the list of victims."""
         return {
-            "counts": self.counts,
+            "counts": self.notes[:],
             "candidates": self.candidates,
             "candidate_counts": self.candidate_counts,
             "next": self.next,
@@ -216,7 +218,7 @@ class Lfu(CachePolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from those counts."""
-        self.counts = state["counts"]
+        self.notes[:] = np.minimum(state["counts"], MOST)
         self.candidates, self.candidate_counts = state["candidates"], state["candidate_counts"]
         self.next, self.used = int(state["next"]), int(state["used"])
 
@@ -338,5 +340,5 @@ def policy_bytes(policy: CachePolicy) -> int:
 
 POLICIES: dict[str, type[CachePolicy]] = {"nocache": NoCache, "lru": Lru, "lfu": Lfu}
 """The values of ``tiers.policy`` besides ``resident`` (no cold tier)."""
-BYTES_BESIDE = {"nocache": (0, 0), "lru": (0, 20), "lfu": (4, 0)}
+BYTES_BESIDE = {"nocache": (0, 0), "lru": (0, 20), "lfu": (0, 4)}
 """Host bytes of each of them for a row, and for a row that can be resident."""

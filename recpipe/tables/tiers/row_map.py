@@ -1,17 +1,20 @@
 """The map from rows to tiers while a batch is planned: two loops, before and after the policy admits rows.
 
 Each is one call although it does several things, because each call lets go of Python's lock and asks for it
-again, which takes as long as a short loop where several threads run Python.
+again, which takes as long as a short loop where several threads run Python. ``recpipe.plugin.residents`` says
+what the map has of a row, and what the notes are that go with rows.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recpipe.common.loops import compiled
 from recpipe.plugin.bags import RowIds, Slots
-from recpipe.plugin.policy import IN_STORE
+from recpipe.plugin.residents import IN_STORE, NOTED
 
 Places = NDArray[np.int64]
 
@@ -26,10 +29,20 @@ def require(where: Slots, row_of_slot: RowIds, slots: Slots, placed: RowIds, fre
             raise IndexError("a slot or a row that does not exist")
 
 
+def note_of(code: Any, of_slab: Any) -> Any:
+    """The note of a row that is in no slot, by what the map has of it."""
+    if code <= NOTED:
+        return np.int64(NOTED - code)
+    return np.int64(0) if code == IN_STORE else np.int64(of_slab[-2 - code])
+
+
 @compiled
 def migrate(
     where: Slots,
     row_of_slot: RowIds,
+    of_slot: Slots,
+    of_slab: Slots,
+    noted: bool,
     rows: RowIds,
     times: Slots,
     slots: Slots,
@@ -38,7 +51,8 @@ def migrate(
 ) -> tuple[int, Slots, Places, RowIds, Slots, RowIds, Slots]:
     """Find the ``rows`` of a batch (int64 [L]) before and after the policy's first placement: ``placed`` get
     ``slots``, and ``freed`` ones are emptied. ``times``: how often each of ``rows`` is looked up, which are
-    then distinct (int32 [L]); empty if they have repeats.
+    then distinct (int32 [L]); empty if they have repeats. ``of_slot`` and ``of_slab``: the notes of rows in
+    slots and in the slab, if there are any (``noted``).
 
     Returns how many lookups were of no resident row before; where each row is now (int32 [L]); the positions
     of those in no slot; these rows, distinct, in the order of their last lookups; the slots of the others, in
@@ -69,9 +83,11 @@ def migrate(
         evicted[i] = row_of_slot[slot]
         row_of_slot[slot] = -1
         if evicted[i] >= 0:
-            where[evicted[i]] = IN_STORE
+            where[evicted[i]] = NOTED - of_slot[slot] if noted else IN_STORE
             leave = True
     for i in range(len(slots)):
+        if noted:
+            of_slot[slots[i]] = note_of(where[placed[i]], of_slab)
         where[placed[i]] = slots[i]
         row_of_slot[slots[i]] = placed[i]
     if leave:  # any row may have left
@@ -120,6 +136,9 @@ def migrate(
 def admit(
     where: Slots,
     row_of_slot: RowIds,
+    of_slot: Slots,
+    of_slab: Slots,
+    noted: bool,
     rows: RowIds,
     found: Slots,
     places: Places,
@@ -132,22 +151,23 @@ def admit(
     moved_from: Slots,
     slab_before: RowIds,
     carry: bool,
-) -> tuple[RowIds, RowIds, Places, RowIds]:
+) -> tuple[RowIds, RowIds, Places, RowIds, Slots]:
     """Carry out the policy's second placement, and put the rows into the slab that are in no slot then.
 
     ``slots``, ``placed`` and ``freed``: those of both placements, of which the first has so many slots as
     ``moved`` and had ``left`` and ``moved_from`` (``evicted`` and ``placed_from`` of ``migrate``). ``found``
     is completed at ``places``. ``slab_before``: the rows of the batch before in the slab. Without ``carry``,
-    rows do not pass from slab to slab but through the store.
+    rows do not pass from slab to slab but through the store. ``of_slab``: the notes of ``slab_before``.
 
-    Returns ``TierPlan``'s ``evicted``, ``slab``, ``carried_from`` and ``fetch``. ``IndexError`` as there.
+    Returns ``TierPlan``'s ``evicted``, ``slab``, ``carried_from`` and ``fetch``, and the slab's notes, int32
+    [S] if there are any. ``IndexError`` as there.
     """
     first_freed = len(left) - moved
     require(where, row_of_slot, slots[moved:], placed[moved:], freed[first_freed:])
     carried_from = np.full(len(slots) + len(misses), -1)
     for i in range(len(slots)):
         before = moved_from[i] if i < moved else where[placed[i]]
-        if before < IN_STORE:
+        if NOTED < before < IN_STORE:
             carried_from[i] = -2 - before
     evicted = np.empty(len(slots) + len(freed), np.int64)
     leave = False
@@ -157,14 +177,16 @@ def admit(
     for i in range(moved, len(slots)):
         evicted[i] = row_of_slot[slots[i]]
         if evicted[i] >= 0:
-            where[evicted[i]] = IN_STORE
+            where[evicted[i]] = NOTED - of_slot[slots[i]] if noted else IN_STORE
     for i in range(first_freed, len(freed)):
         row = row_of_slot[freed[i]]
         row_of_slot[freed[i]] = -1
         if row >= 0:
-            where[row] = IN_STORE
+            where[row] = NOTED - of_slot[freed[i]] if noted else IN_STORE
         evicted[len(slots) + i] = row
     for i in range(moved, len(slots)):
+        if noted:
+            of_slot[slots[i]] = note_of(where[placed[i]], of_slab)
         where[placed[i]] = slots[i]
         row_of_slot[slots[i]] = placed[i]
 
@@ -173,7 +195,7 @@ def admit(
     for row in misses:
         if where[row] < 0:
             slab[count] = row
-            if carry and where[row] < IN_STORE:
+            if carry and NOTED < where[row] < IN_STORE:
                 carried_from[len(slots) + count] = -2 - where[row]
             count += 1
     slab = slab[:count]
@@ -205,10 +227,13 @@ def admit(
         for i in range(len(arrivals)):
             where[arrivals[i]] = arriving[i]
 
-    for row in slab_before:
-        if where[row] < 0:
-            where[row] = IN_STORE
+    for i in range(len(slab_before)):
+        if NOTED < where[slab_before[i]] < IN_STORE:
+            where[slab_before[i]] = NOTED - of_slab[i] if noted else IN_STORE
+    in_slab = np.empty(len(slab) if noted else 0, np.int32)
     for i in range(len(slab)):
+        if noted:
+            in_slab[i] = note_of(where[slab[i]], of_slab)
         where[slab[i]] = -2 - i
     for place in places:
         found[place] = where[rows[place]]
@@ -218,4 +243,4 @@ def admit(
     for i in range(len(arrivals)):
         fetch[fetched] = arrivals[i]
         fetched += carried_from[i] < 0
-    return evicted, slab, carried_from, fetch[:fetched]
+    return evicted, slab, carried_from, fetch[:fetched], in_slab
