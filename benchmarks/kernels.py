@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from time import process_time
+from typing import Any
 
 from recpipe.backend.allocator import bound_kernel_caches, tune_allocator
 
@@ -27,6 +29,7 @@ bound_kernel_caches()
 
 import torch  # noqa: E402
 from torchrec.modules.crossnet import LowRankCrossNet  # noqa: E402
+from torchrec.modules.embedding_configs import DataType  # noqa: E402
 
 from recpipe.backend.choices import Host  # noqa: E402
 from recpipe.backend.crosses import cross  # noqa: E402
@@ -40,7 +43,13 @@ from recpipe.tables.resident import FEW_BYTES, ResidentCollection  # noqa: E402
 
 FEATURES = 26
 RANK = 64
-OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
+OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd", "adam", "partial_rowwise_adam")
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", weighted": {"weighted": True},
+    ", float16": {"storage": DataType.FP16},
+}
+"""What tables may be beside rows of float32 without weights."""
 LEAST = 0.02
 """Seconds of one timing."""
 Run = Callable[[], object]
@@ -68,7 +77,7 @@ def farthest(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def show(name: str, dim: int, batch: int, times: list[float], difference: float) -> None:
     before, after = times
-    print(f"{name:28} {dim:4} {batch:6} {before:9.3f} {after:9.3f} {before / after:6.2f}  {difference:.1e}")
+    print(f"{name:36} {dim:4} {batch:6} {before:9.3f} {after:9.3f} {before / after:6.2f}  {difference:.1e}")
     sys.stdout.flush()
 
 
@@ -103,33 +112,29 @@ def crosses(dim: int, batch: int, rounds: int) -> None:
     show(f"3 crosses of rank {RANK}, both", dim, batch, least_ms(steps, rounds), difference)
 
 
-def tables(dim: int, batch: int, ids: int, optimizer: str, rounds: int) -> None:
+def tables(dim: int, batch: int, ids: int, optimizer: str, kind: str, rounds: int) -> None:
     torch.manual_seed(0)
     own = TableOptimizer(optimizer, 1e-3)
     rows = FEW_BYTES // (4 * FEATURES * (dim + own.state_width(dim)))
     features = [SparseFeature(f"f{number}", rows) for number in range(FEATURES)]
-    made = [
-        ResidentCollection(TableSet.one_each(features, dim, own, 0), torch.device("cpu")) for _ in range(2)
-    ]
-    made[1].tables.kernel.faster = lambda lookups: True
-    # In front of them is the room for the dense vector: a table of which nothing is looked up.
-    indices, offsets = (
-        torch.randint(rows, (FEATURES * batch * ids,)),
-        torch.arange(0, FEATURES * batch + 1) * ids,
-    )
-    offsets = torch.cat((torch.zeros(batch, dtype=torch.int64), offsets))
-    look_up: list[Run] = [partial(each.tbes[0], indices, offsets) for each in made]
+    sets = [replace(TableSet.one_each(features, dim, own, 0), **KINDS[kind]) for _ in range(2)]
+    made = [ResidentCollection(each, torch.device("cpu"), padded=False) for each in sets]
+    sets[1].kernel.faster = lambda: True
+    indices = torch.randint(rows, (FEATURES * batch * ids,))
+    offsets = torch.arange(0, FEATURES * batch + 1) * ids
+    weights = torch.rand(len(indices)) if sets[0].weighted else None
+    look_up: list[Run] = [partial(each.tbes[0], indices, offsets, weights) for each in made]
     found = [run() for run in look_up]
     if optimizer == OPTIMIZERS[0]:
         times = least_ms(look_up, rounds)
-        show(f"lookup of {ids}", dim, batch, times, farthest(*(x.detach() for x in found)))  # type: ignore[attr-defined]
+        show(f"lookup of {ids}{kind}", dim, batch, times, farthest(*(x.detach() for x in found)))  # type: ignore[attr-defined]
     given = torch.randn_like(found[0])  # type: ignore[call-overload]
     update: list[Run] = [partial(x.backward, given, retain_graph=True) for x in found]  # type: ignore[attr-defined]
     for run in update:
         run()
     after = [each.weights_of(each.resident_rows()) for each in made]
     difference = farthest(*map(torch.from_numpy, after))
-    show(f"update of {ids}, {optimizer}", dim, batch, least_ms(update, rounds), difference)
+    show(f"update of {ids}, {optimizer}{kind}", dim, batch, least_ms(update, rounds), difference)
 
 
 def main() -> None:
@@ -145,14 +150,15 @@ def main() -> None:
     with float32_products(torch.device("cpu")):
         host = Host.current()
         print(f"{host.processor}, {host.instruction_set}, loops for wide registers: {has_wide_registers()}")
-        print("kernel                        dim  batch    before     loops  ratio  difference")
+        print("kernel                                dim  batch    before     loops  ratio  difference")
         for dim in arguments.dims:
             for batch in arguments.batches:
                 interaction(dim, batch, arguments.rounds)
                 crosses(dim, batch, arguments.rounds)
                 for ids in arguments.ids:
                     for optimizer in OPTIMIZERS:
-                        tables(dim, batch, ids, optimizer, arguments.rounds)
+                        for kind in KINDS if optimizer == OPTIMIZERS[0] else [""]:
+                            tables(dim, batch, ids, optimizer, kind, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -207,8 +207,9 @@ def build_backend(
 def convert_for_loop(
     kind: str, model: PlacedModel, batch_size: int, device: torch.device, cache_dir: Path
 ) -> None:
-    """Convert ``model`` for a user's own loop. Cores do not share its batches, and its pooled rows are in the
-    loop's graph, without padding. ``UserError`` for a back end that trains whole batches itself."""
+    """Convert ``model``, in one process, for a user's own loop. Cores do not share its batches, and its rows
+    are in the loop's graph, without padding. ``UserError`` for a back end that trains whole batches itself.
+    """
     if kind == CUDA_GRAPH:
         raise UserError(
             "trainer.backend=cuda_graph records the passes of recpipe's own training step, and your own loop "
@@ -217,8 +218,11 @@ def convert_for_loop(
     if kind != "plain" and device.type == "cuda":
         convert_on_gpu(model.module)
     elif kind != "plain":
-        choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir)
+        tables = model.embeddings.tables
+        parts = {part for _, part in table_parts(tables)}
+        choices = calibrated(model.module, batch_size, {torch.get_num_threads()}, cache_dir, parts)
         convert(model.module, choices, measured_only=kind == "auto")
+        choose_kernels(tables, Chooser(choices, measured_only=True))
 
 
 def _no_graph(

@@ -177,9 +177,9 @@ def measure(part: str, samples: int, choices: Choices) -> str:
 def _measure_tables(numbers: str, samples: int) -> str:
     if not can_compile():
         return "plain"
-    sizes, optimizer = numbers.split(" ")
+    sizes, optimizer, *more = numbers.split(" ")
     features, dim = map(int, sizes.split("x"))
-    step = TableStep(features, dim, optimizer, samples)
+    step = TableStep(features, dim, optimizer, samples, more)
     fbgemm, loops = median_seconds(
         [partial(step, False), partial(step, True)], ROUNDS, LEAST_SECONDS, most=MOST_SECONDS
     )

@@ -28,7 +28,8 @@ Choices = dict[str, dict[str, dict[str, str]]]
 Signatures are ``linear IN-OUT``; ``chain 13-512r-16`` (see ``chain.Chain``); ``dot FxD`` for TorchRec's
 ``InteractionArch`` of F features beside the dense vector; ``cross N-RANK xLAYERS`` for its
 ``LowRankCrossNet``; ``tables FxD OPTIMIZER`` for all tables of a dimension and an optimizer, with F features,
-of which samples are the ids of each; and ``model HASH`` (see ``sharing``).
+of which samples are the ids of each, followed by ``weighted`` where ids have weights and by ``fp16`` where
+rows are float16; and ``model HASH`` (see ``sharing``).
 {"linear 512-256": {"2": {"64": "addmm", "2048": "onednn"}}}: keys are strings, as in JSON.
 """
 FIRST_SHARES = {"cores 1.0": 1.0, "cores 0.9": 0.9, "cores 0.8": 0.8}

@@ -1,9 +1,10 @@
 """Vectors of float32 as values in ``compiled`` loops: sums that stay in registers, where numba itself makes
 vector instructions of inner loops alone and writes each sum to memory.
 
-Arrays are float32, contiguous and of one axis, and nothing checks an index. A processor whose registers have
-8 numbers takes two for each vector. In a loop that stays Python each function is the plain one that it is
-here.
+Arrays are contiguous and of one axis, and nothing checks an index. They are float32, or int16 with the bits
+of float16, which the functions turn to float32 and round to the nearest value. A processor whose registers
+have 8 numbers takes two for each vector. In a loop that stays Python each function is the plain one that it
+is here.
 """
 
 from __future__ import annotations
@@ -21,12 +22,34 @@ BLOCK = 8
 
 def load(array: Any, index: Any) -> Any:
     """The vector of ``array[index]`` and the numbers behind it."""
-    return array[index : index + LANES].copy()
+    return _read(array[index : index + LANES])
 
 
 def store(array: Any, index: Any, vector: Any) -> None:
     """Write ``vector`` over ``array[index]`` and the numbers behind it."""
-    array[index : index + LANES] = vector
+    array[index : index + LANES] = _written(vector, array.dtype)
+
+
+def number(array: Any, index: Any) -> Any:
+    """``array[index]``."""
+    return _read(array[index : index + 1])[0]
+
+
+def put(array: Any, index: Any, value: Any) -> None:
+    """Write ``value`` over ``array[index]``."""
+    array[index : index + 1] = _written(np.full(1, value, np.float32), array.dtype)
+
+
+def _read(numbers: Any) -> Any:
+    if numbers.dtype == np.int16:
+        return numbers.view(np.float16).astype(np.float32)
+    return numbers.copy()
+
+
+def _written(numbers: Any, kind: Any) -> Any:
+    if kind == np.int16:
+        return numbers.astype(np.float16).view(np.int16)
+    return numbers
 
 
 def splat(value: Any) -> Any:
@@ -82,10 +105,10 @@ def transpose(source: Any, at: Any, apart: Any, target: Any, to: Any, wide: Any)
 def vectors() -> dict[Any, Any]:
     """What numba is to take each of the functions above for."""
     from llvmlite import ir  # numba's
-    from numba.core.types import Type, float32, intp, void
+    from numba.core.types import Type, float32, int16, intp, void
     from numba.extending import intrinsic, models, register_model
 
-    number, real = ir.IntType(32), ir.FloatType()
+    word, real = ir.IntType(32), ir.FloatType()
     lanes, row = ir.VectorType(real, LANES), ir.VectorType(real, BLOCK)
 
     class Vector(Type):
@@ -106,24 +129,41 @@ def vectors() -> dict[Any, Any]:
         return builder.bitcast(builder.gep(made.data, [index]), of.as_pointer())
 
     def mixed(builder: Any, one: Any, other: Any, *taken: int) -> Any:
-        return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(number, len(taken)), list(taken)))
+        return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(word, len(taken)), list(taken)))
 
     def in_each(builder: Any, value: Any) -> Any:
         unset = ir.Constant(lanes, ir.Undefined)
-        return mixed(builder, builder.insert_element(unset, value, number(0)), unset, *[0] * LANES)
+        return mixed(builder, builder.insert_element(unset, value, word(0)), unset, *[0] * LANES)
 
     def called(builder: Any, name: str, *given: Any) -> Any:
         kind = ir.FunctionType(lanes, [lanes] * len(given))
         known = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         return builder.call(known, given)
 
-    def read(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.load(place(context, builder, signature.args[0], given, lanes), align=4)
+    def each(kind: Any, count: int) -> Any:
+        """``count`` of a type; one is no vector."""
+        return kind if count == 1 else ir.VectorType(kind, count)
 
-    def write(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        where = place(context, builder, signature.args[0], given[:2], lanes)
-        builder.store(given[2], where, align=4)
-        return context.get_dummy_value()
+    def reads(count: int) -> Any:
+        def read(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            kind, singles = signature.args[0], each(real, count)
+            if kind.dtype == int16:
+                where = place(context, builder, kind, given, each(ir.HalfType(), count))
+                return builder.fpext(builder.load(where, align=2), singles)
+            return builder.load(place(context, builder, kind, given, singles), align=4)
+
+        return read
+
+    def writes(count: int) -> Any:
+        def write(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            kind, made, stored, align = signature.args[0], given[2], each(real, count), 4
+            if kind.dtype == int16:
+                stored, align = each(ir.HalfType(), count), 2
+                made = builder.fptrunc(made, stored)
+            builder.store(made, place(context, builder, kind, given[:2], stored), align=align)
+            return context.get_dummy_value()
+
+        return write
 
     def repeat(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         return in_each(builder, given[0])
@@ -143,7 +183,7 @@ def vectors() -> dict[Any, Any]:
             left //= 2
             halves = (mixed(builder, found, found, *range(low, low + left)) for low in (0, left))
             found = builder.fadd(*halves)
-        return builder.extract_element(found, number(0))
+        return builder.extract_element(found, word(0))
 
     def turn(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         source, at, apart, target, to, wide = given
@@ -181,12 +221,14 @@ def vectors() -> dict[Any, Any]:
         add: of_two("fadd"),
         div: of_two("fdiv"),
         fma: intrinsic(lambda _, a, b, c: (vector(vector, vector, vector), multiply_add)),
-        load: intrinsic(lambda _, array, index: (vector(array, intp), read)),
+        load: intrinsic(lambda _, array, index: (vector(array, intp), reads(LANES))),
         mul: of_two("fmul"),
+        number: intrinsic(lambda _, array, index: (float32(array, intp), reads(1))),
+        put: intrinsic(lambda _, array, index, value: (void(array, intp, float32), writes(1))),
         root: intrinsic(lambda _, a: (vector(vector), square_root)),
         splat: intrinsic(lambda _, value: (vector(float32), repeat)),
         spread: intrinsic(lambda _, array, index: (vector(array, intp), read_one)),
-        store: intrinsic(lambda _, array, index, given: (void(array, intp, vector), write)),
+        store: intrinsic(lambda _, array, index, given: (void(array, intp, vector), writes(LANES))),
         total: intrinsic(lambda _, a: (float32(vector), sum_of_lanes)),
         transpose: intrinsic(
             lambda _, source, at, apart, target, to, wide: (

@@ -25,7 +25,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from numpy.typing import NDArray
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, data_type_to_sparse_type
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_sparse_type
 from torchrec.optim import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -37,7 +37,8 @@ from recpipe.errors import UserError
 from recpipe.plugin.bags import RowIds
 from recpipe.plugin.collection import TableCollection
 from recpipe.plugin.tables import Region, TableSet, Values, row_chunks, to_numpy
-from recpipe.tables.loop_tables import LoopTables
+from recpipe.tables.fused_update import has_loop
+from recpipe.tables.loop_tables import STORAGES, LoopTables, LoopUpdates
 from recpipe.tables.rows import evaluated, looked_up, table_bags
 from recpipe.tables.updating import OwnUpdates
 
@@ -216,8 +217,8 @@ def make_tbe(tables: TableSet, rows: int, device: torch.device) -> SplitTableBat
         return fused_tbe(tables, [rows], [0], device, pooled=True)
     tbe = fused_tbe(tables, [rows], [0] * len(tables.features), device, pooled=True)
     private_api.update_by_table(tbe, rows, tables.table_of)
-    if isinstance(tbe, LoopTables):
-        tbe.table_of = tables.table_of
+    if isinstance(tbe, LoopTables | LoopUpdates):
+        tbe.loops.table_of = tables.table_of
     return tbe
 
 
@@ -257,9 +258,10 @@ def fused_tbe(
     if own.fused:
         shape |= {"optimizer": own.kind, "learning_rate": own.lr, "eps": own.eps}
         shape["stochastic_rounding"] = own.stochastic_rounding
+    by_loops = pooled and not on_gpu and tables.storage in STORAGES and has_loop(own)
     if not own.fused:
-        made = OwnUpdates(own, table_of, **shape)
-    elif pooled and not on_gpu and tables.storage is DataType.FP32:
+        made = LoopUpdates(tables, table_of, **shape) if by_loops else OwnUpdates(own, table_of, **shape)
+    elif by_loops:
         made = LoopTables(tables, table_of, **shape)
     else:
         made = SplitTableBatchedEmbeddingBagsCodegen(**shape)

@@ -1,8 +1,9 @@
 """FBGEMM's tables on a CPU, which loops of recpipe's own look up and update where those are faster.
 
-Rows and optimizer state stay in FBGEMM's memory, so that all else reads and writes them as ever, and any
-lookup may be made by either. Lookups have the same bits; updates differ in the order in which squares of a
-row's gradient are added, and in nothing with ``sgd``.
+Rows stay in FBGEMM's memory, and optimizer state in that of whoever makes the update otherwise, so that all
+else reads and writes them as ever, and any lookup may be made by either. Lookups have the same bits, but for
+those of weighted ids; updates differ in the order in which squares of a row's gradient are added, and in
+nothing with ``sgd``.
 """
 
 from __future__ import annotations
@@ -14,71 +15,83 @@ from typing import Any
 import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.modules.embedding_configs import DataType
 
 from recpipe import private_api
 from recpipe.common.loops import shared_spread
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.fused_update import KINDS, update_rows
 from recpipe.tables.pooling import pool_rows
+from recpipe.tables.updating import OwnUpdates, knobs_of
 
 LEAST = 1 << 17
 """Numbers of rows that a thread looks up or updates at least; fewer take no longer than waking it."""
+STORAGES = (DataType.FP32, DataType.FP16)
+"""The types of rows that there are loops for. Those of 16 bits are rounded to the nearest value."""
+_UNWEIGHTED = np.empty(0, np.float32)
 
 
-class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
-    """Physical tables of float32 rows of one dimension that are summed by bag.
+class Loops:
+    """The loops over the memory of a TBE: physical tables of one dimension, whose type is in ``STORAGES``,
+    summed by bag.
 
     ``tables``: whose rows they hold; its ``kernel`` says which lookups loops make. ``features_of``: each
-    feature's physical table. ``named``: FBGEMM's arguments.
+    feature's physical table. ``state``: of all rows, one after the other, float32.
     """
 
-    def __init__(self, tables: TableSet, features_of: Sequence[int], **named: Any) -> None:
-        super().__init__(**named)
-        self.kernel = tables.kernel
-        own = tables.optimizer
-        self._kind, self._eps = KINDS.index("sgd" if own.frozen else own.name), own.eps
-        width = own.state_width(tables.dim)
-        rows = np.cumsum([0, *(len(weights) for weights in self.split_embedding_weights())])
+    def __init__(
+        self,
+        tables: TableSet,
+        features_of: Sequence[int],
+        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        state: torch.Tensor,
+    ) -> None:
+        self.kernel, self.own = tables.kernel, tables.optimizer
+        self._kind = KINDS.index("sgd" if self.own.frozen else self.own.name)
+        width = self.own.state_width(tables.dim)
+        rows = np.cumsum([0, *(len(weights) for weights in tbe.split_embedding_weights())])
         firsts = rows[list(features_of)]
         self._dim, self._bases, self._states = tables.dim, firsts * tables.dim, firsts * width
         self.table_of = np.array(features_of, np.int64)
         """Each feature's table, int64 [F]: no row is looked up by features of two."""
-        self._weights = private_api.whole_weights(self).view(-1).numpy()
-        self._state = private_api.whole_state(self).numpy()
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._weights = _as_loops_take(private_api.whole_weights(tbe).view(-1))
+        self._state = state.view(-1).numpy()
 
-    def forward(
-        self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None = None,
+    @property
+    def make_lookups(self) -> bool:
+        """Whether they look up what is asked for now, and update it: not where torch's operators are
+        watched, which loops are none of."""
+        return self.kernel.by_loops and not private_api.operators_are_watched()
+
+    def look_up(
+        self, indices: torch.Tensor, offsets: torch.Tensor, factors: torch.Tensor | None
     ) -> torch.Tensor:
-        """The sums of the features' bags, float32 [B, F * D]."""
-        if per_sample_weights is None and self.kernel.by_loops:
-            made: torch.Tensor = _ByLoops.apply(self._anchor, self, indices, offsets)  # type: ignore[no-untyped-call]
-            return made
-        found: torch.Tensor = super().forward(indices, offsets, per_sample_weights)
-        return found
-
-    def look_up(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """``forward`` by loops, without a graph; indices and offsets are int64."""
+        """The sums of the features' bags, float32 [B, F * D], without a graph; indices and offsets are int64,
+        the ids' ``factors`` float32."""
         features = len(self._bases)
         samples = (len(offsets) - 1) // features
         out = torch.empty(samples, features * self._dim)
         spread = shared_spread(self.kernel.threads)
         parts = spread.parts(samples, 1 + LEAST * samples // max(1, len(indices) * self._dim))
-        given = (self._weights, self._bases, indices.numpy(), offsets.numpy())
+        given = (self._weights, self._bases, indices.numpy(), offsets.numpy(), _array(factors))
         pool = partial(pool_rows, *given, out.view(-1).numpy(), self._dim)
         spread.map(pool, [part.start for part in parts], [part.stop for part in parts])
         return out
 
-    def update(self, indices: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor) -> None:
+    def update(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        factors: torch.Tensor | None,
+        gradient: torch.Tensor,
+        rate: float,
+    ) -> None:
         """One step of each row that was looked up, by the sum of its bags' ``gradient`` [B, F * D]."""
         update = partial(
             update_rows,
-            *(self._kind, np.array([self.get_learning_rate(), self._eps]), self._weights, self._state),
+            *(self._kind, knobs_of(self.own, rate), self._weights, self._state),
             *(self._bases, self._states, self.table_of, indices.numpy(), offsets.numpy()),
-            *(gradient.contiguous().view(-1).numpy(), self._dim),
+            *(_array(factors), gradient.contiguous().view(-1).numpy(), self._dim),
         )
         spread = shared_spread(self.kernel.threads)
         count = len(spread.parts(len(indices) * self._dim, LEAST))
@@ -96,18 +109,84 @@ class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         return [0, *np.unique(inner[inner > 0]).tolist(), features]
 
 
+class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+    """A TBE with loops beside FBGEMM's kernels (``Loops``). ``named``: FBGEMM's arguments."""
+
+    def __init__(self, tables: TableSet, features_of: Sequence[int], **named: Any) -> None:
+        super().__init__(**named)
+        self.loops = Loops(tables, features_of, self, private_api.whole_state(self))
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sums of the features' bags, float32 [B, F * D]."""
+        if self.loops.make_lookups:
+            return _by_loops(self, indices, offsets, per_sample_weights)
+        found: torch.Tensor = super().forward(indices, offsets, per_sample_weights)
+        return found
+
+
+class LoopUpdates(OwnUpdates):
+    """Tables of an optimizer that FBGEMM does not fuse, with loops beside its lookup and recpipe's update."""
+
+    def __init__(self, tables: TableSet, features_of: Sequence[int], **named: Any) -> None:
+        super().__init__(tables.optimizer, features_of, **named)
+        self.loops = Loops(tables, features_of, self, self.state)
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sums of the features' bags, float32 [B, F * D]."""
+        if self.loops.make_lookups:
+            return _by_loops(self, indices, offsets, per_sample_weights)
+        return super().forward(indices, offsets, per_sample_weights)
+
+
+def _as_loops_take(weights: torch.Tensor) -> Any:
+    """Weights as ``recpipe.common.vectors`` takes them."""
+    return (weights if weights.dtype == torch.float32 else weights.view(torch.int16)).numpy()
+
+
+def _array(factors: torch.Tensor | None) -> Any:
+    return _UNWEIGHTED if factors is None else factors.numpy()
+
+
+def _by_loops(
+    tbe: LoopTables | LoopUpdates,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    factors: torch.Tensor | None,
+) -> torch.Tensor:
+    made: torch.Tensor = _ByLoops.apply(tbe._anchor, tbe, indices, offsets, factors)  # type: ignore[no-untyped-call]
+    return made
+
+
 class _ByLoops(torch.autograd.Function):
     """A lookup whose backward pass updates the rows. The anchor makes autograd call it."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, tables: LoopTables, indices: torch.Tensor, offsets: torch.Tensor
+        ctx: Any,
+        anchor: torch.Tensor,
+        tbe: LoopTables | LoopUpdates,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        factors: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.call = (tables, indices.long().contiguous(), offsets.long().contiguous())
-        return tables.look_up(*ctx.call[1:])
+        own = None if factors is None else factors.detach().float().contiguous()
+        lookups = (indices.long().contiguous(), offsets.long().contiguous(), own)
+        ctx.call = (tbe, *lookups)
+        return tbe.loops.look_up(*lookups)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        tables, *lookups = ctx.call
-        tables.update(*lookups, gradient)
-        return None, None, None, None
+        tbe, *lookups = ctx.call
+        tbe.loops.update(*lookups, gradient, tbe.get_learning_rate())
+        return None, None, None, None, None

@@ -1,4 +1,4 @@
-"""The lookup of tables in memory on a CPU: rows of float32, summed by bag."""
+"""The lookup of tables in memory on a CPU: rows of float32 or of 16 bits, summed by bag in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from recpipe.common.instructions import prefetch
 from recpipe.common.loops import compiled
-from recpipe.common.vectors import LANES, add, load, splat, store
+from recpipe.common.vectors import LANES, add, fma, load, number, splat, spread, store
 
 AHEAD = 48
 """So many ids before a row is added the processor is asked for it."""
@@ -21,6 +21,7 @@ def pool_rows(
     bases: NDArray[np.int64],
     indices: NDArray[np.int64],
     offsets: NDArray[np.int64],
+    factors: NDArray[np.float32],
     out: NDArray[np.float32],
     dim: int,
     low: int,
@@ -30,8 +31,10 @@ def pool_rows(
     [B * F * D].
 
     ``weights``: all tables', one after the other; that of feature f begins at ``bases[f]``. ``indices`` int64
-    [L] and ``offsets`` int64 [F * B + 1] are FBGEMM's: feature by feature.
+    [L] and ``offsets`` int64 [F * B + 1] are FBGEMM's: feature by feature. ``factors``: by what each id's row
+    is multiplied [L]; empty: by nothing.
     """
+    plain = len(factors) == 0
     features = len(bases)
     samples, width, whole = (len(offsets) - 1) // features, features * dim, dim // LANES * LANES
     for start in range(low, high, SAMPLES):
@@ -48,11 +51,17 @@ def pool_rows(
                     fetched += 1
                 for d in range(0, whole, LANES):
                     sums = splat(0.0)
-                    for lookup in range(begin, stop):
-                        sums = add(sums, load(weights, base + indices[lookup] * dim + d))
+                    if plain:
+                        for lookup in range(begin, stop):
+                            sums = add(sums, load(weights, base + indices[lookup] * dim + d))
+                    else:
+                        for lookup in range(begin, stop):
+                            row = load(weights, base + indices[lookup] * dim + d)
+                            sums = fma(spread(factors, lookup), row, sums)
                     store(out, at + d, sums)
                 for d in range(whole, dim):
                     one = np.float32(0)
                     for lookup in range(begin, stop):
-                        one += weights[base + indices[lookup] * dim + d]
+                        single = number(weights, base + indices[lookup] * dim + d)
+                        one += single if plain else factors[lookup] * single
                     out[at + d] = one

@@ -54,7 +54,8 @@ LAMB's step before its trust ratio. ``CLIP`` limits the norm of the gradient, be
 Floats = NDArray[np.float32]
 
 
-def _knobs(optimizer: TableOptimizer, rate: float) -> NDArray[np.float64]:
+def knobs_of(optimizer: TableOptimizer, rate: float) -> NDArray[np.float64]:
+    """What loops take of an ``optimizer`` with this rate: float64 [12], as ``RATE`` and others say."""
     decay, decoupled = optimizer.weight_decay, optimizer.weight_decay_mode == "decouple"
     in_step = decoupled and "lamb" in optimizer.name
     return np.array(
@@ -227,7 +228,7 @@ def stepped_in_torch(
     optimizer: TableOptimizer, rate: float, records: torch.Tensor, gradients: torch.Tensor
 ) -> torch.Tensor:
     """``step_rows`` by torch's operators: ``records`` (float32 [n, D + S]) after one step."""
-    knobs = _knobs(optimizer, rate).tolist()
+    knobs = knobs_of(optimizer, rate).tolist()
     dim = gradients.shape[1]
     before, state = records[:, :dim], records[:, dim:]
     if optimizer.clip_row_norm is not None:
@@ -311,7 +312,7 @@ def _stepped(
         KINDS.index(optimizer.name),
         np.arange(len(made)),
         gradients.detach().contiguous().view(-1).numpy(),
-        *(flat, flat, widths, _knobs(optimizer, rate)),
+        *(flat, flat, widths, knobs_of(optimizer, rate)),
     )
     return made
 
@@ -392,7 +393,7 @@ class OwnUpdates(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
             step_rows(
                 *(KINDS.index(self.own.name), rows.numpy(), gradients.contiguous().view(-1).numpy()),
                 *(self.weights.view(-1).numpy(), self.state.view(-1).numpy()),
-                *(np.array([dim, width, dim, apart, 0]), _knobs(self.own, rate)),
+                *(np.array([dim, width, dim, apart, 0]), knobs_of(self.own, rate)),
             )
             return
         records = torch.cat((self.weights[rows].float(), self.state[rows, :width]), dim=1)
