@@ -22,7 +22,7 @@ SERVE = Command(
 
 DEPLOY = Command(
     "recpipe_serve.deploy.command:deploy_command",
-    "PACKAGE DIRECTORY for=triton|kserve|onnx",
+    "PACKAGE DIRECTORY for=triton|torchserve|kserve|onnx",
     "a package, laid out for another server",
 )
 

@@ -34,7 +34,7 @@ class DeployConfig:
 
 
 def deploy_command(words: Sequence[str]) -> int:
-    """``recpipe deploy PACKAGE DIRECTORY for=triton|kserve|onnx [name=...] [threads=1]``."""
+    """``recpipe deploy PACKAGE DIRECTORY for=triton|torchserve|kserve|onnx [name=...] [threads=1]``."""
     if len(words) < 2:
         raise UserError("say recpipe deploy PACKAGE DIRECTORY for=triton")
     package, into = (Path(word).expanduser() for word in words[:2])
@@ -65,7 +65,7 @@ def deploy(package: Path, into: Path, wanted: object, config: DeployConfig) -> N
     name = config.name or package.resolve().name.partition(".")[0]
     if not NAMES.fullmatch(name):
         raise UserError(f"name={shown(name)} is no name of a model: letters, digits, dots, - and _")
-    if wanted == "triton" and RETRIEVAL in manifest:
+    if wanted in ("triton", "torchserve") and RETRIEVAL in manifest:
         raise UserError(
             f"{package} finds candidates, which recpipe serve alone does: package the ranker without index="
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 from recpipe_serve.http.features import Features
 from recpipe_serve.http.raw import LENGTHS, WEIGHTS
 
-MODEL = Path(__file__).with_name("triton_model.py")
+MODEL, HANDLER, NAMED = (
+    Path(__file__).with_name(f"{own}.py") for own in ("triton_model", "torchserve_handler", "named_tensors")
+)
+"""What Triton and TorchServe call, and what both of these ask."""
 
 
 def triton(package: Path, manifest: Mapping[str, Any], into: Path, name: str, threads: int) -> None:
@@ -21,6 +25,7 @@ def triton(package: Path, manifest: Mapping[str, Any], into: Path, name: str, th
     folder.mkdir(parents=True)
     shutil.copytree(package, folder / "package", symlinks=False)
     shutil.copyfile(MODEL, folder / "model.py")
+    shutil.copyfile(NAMED, folder / NAMED.name)
     (into / name / "config.pbtxt").write_text(triton_config(manifest, name, threads), encoding="utf-8")
 
 
@@ -53,6 +58,51 @@ def triton_config(manifest: Mapping[str, Any], name: str, threads: int) -> str:
 def _text(value: str) -> str:
     """Text as protobuf's text format has it, which reads JSON's escapes of what is not printable in ASCII."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def torchserve(package: Path, manifest: Mapping[str, Any], into: Path, name: str, threads: int) -> None:
+    """What TorchServe is given, alone or as KServe's runtime: ``model-store/NAME.mar`` and
+    ``config/config.properties``."""
+    (into / "config").mkdir(parents=True)
+    (into / "model-store").mkdir()
+    about = {
+        "modelName": name,
+        "modelVersion": "1.0",
+        "handler": HANDLER.name,
+        "configFile": "model-config.yaml",
+    }
+    config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "handler": {"threads": threads}}
+    texts = {
+        "MAR-INF/MANIFEST.json": json.dumps(
+            {"runtime": "python", "model": about, "archiverVersion": "0.12.0"}
+        ),
+        about["configFile"]: json.dumps(config),  # YAML has JSON in it
+    }
+    # Stored as they are: TorchServe unpacks it, and rows of tables hardly become smaller.
+    with zipfile.ZipFile(into / "model-store" / f"{name}.mar", "w", zipfile.ZIP_STORED) as archive:
+        for place, text in texts.items():
+            archive.writestr(place, text)
+        for file in (HANDLER, NAMED):
+            archive.write(file, file.name)
+        for file in sorted(own for own in package.rglob("*") if own.is_file()):
+            archive.write(file, Path("package", file.relative_to(package)))
+    (into / "config" / "config.properties").write_text(torchserve_config(name), encoding="utf-8")
+
+
+def torchserve_config(name: str) -> str:
+    """``config.properties``, with paths and ports as KServe's runtime has them. Models are managed from the
+    same machine alone, and TorchServe asks for its tokens unless it is told otherwise."""
+    version = {"defaultVersion": True, "marName": f"{name}.mar", "minWorkers": 1, "maxWorkers": 1}
+    version |= {"batchSize": 1, "maxBatchDelay": 1, "responseTimeout": 120}
+    snapshot = {"name": "startup.cfg", "modelCount": 1, "models": {name: {"1.0": version}}}
+    return f"""inference_address=http://0.0.0.0:8085
+management_address=http://127.0.0.1:8086
+metrics_address=http://0.0.0.0:8082
+enable_envvars_config=true
+install_py_dep_per_model=false
+model_store=/mnt/models/model-store
+model_snapshot={json.dumps(snapshot)}
+"""
 
 
 def kserve(package: Path, manifest: Mapping[str, Any], into: Path, name: str, threads: int) -> None:
@@ -107,6 +157,7 @@ def onnx(package: Path, manifest: Mapping[str, Any], into: Path, name: str, thre
 
 LAYOUTS: Mapping[str, Callable[[Path, Mapping[str, Any], Path, str, int], None]] = {
     "triton": triton,
+    "torchserve": torchserve,
     "kserve": kserve,
     "onnx": onnx,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import yaml
 from recpipe_serve.deploy import layouts
 from recpipe_serve.deploy.command import DeployConfig, deploy, deploy_command
+from recpipe_serve.tests.test_protocol import DENSE, A, B, body, tensor
 from recpipe_serve.tests.test_serving import MANIFEST
 
 from recpipe.errors import UserError
@@ -91,11 +93,11 @@ def loaded_model(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``model.py`` around a scorer that adds up what it is given."""
+def adding(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a scorer that adds up what it is given in the place of packages'."""
     monkeypatch.setitem(sys.modules, "score", ModuleType("score"))
 
-    def made(manifest: dict[str, Any]) -> Any:
+    def made(manifest: dict[str, Any]) -> None:
         def scorer(dense: Any, ids: Any, lengths: Any, weights: Any = None) -> Any:
             places = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             values = ids.float() if weights is None else ids * weights
@@ -105,6 +107,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         scorer.manifest = {"lookups": []} | manifest  # type: ignore[attr-defined]
         sys.modules["score"].Scorer = lambda place, mapped: scorer  # type: ignore[attr-defined]
+
+    return made
+
+
+@pytest.fixture
+def model(adding: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``model.py`` around a scorer that adds up what it is given."""
+
+    def made(manifest: dict[str, Any]) -> Any:
+        adding(manifest)
         return loaded_model(layouts.MODEL, monkeypatch)
 
     return made
@@ -152,6 +164,88 @@ def test_weights_and_several_outputs(model: Any) -> None:
     assert found == {"click": [300.5, 304.0], "buy": [-300.5, -304.0]}
 
 
+class Context(SimpleNamespace):
+    """TorchServe's, as a handler sees it."""
+
+    def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
+        self.statuses[idx] = code
+
+
+def unpacked(archive: Path, into: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Context]:
+    """The handler of a model archive, begun as TorchServe does it, and its context."""
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(into)
+    manifest = json.loads((into / "MAR-INF" / "MANIFEST.json").read_text())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "named_tensors", raising=False)
+    spec = importlib.util.spec_from_file_location("handler", into / manifest["model"]["handler"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = yaml.safe_load((into / manifest["model"]["configFile"]).read_text())
+    properties = {"model_dir": str(into)}
+    context = Context(
+        system_properties=properties, manifest=manifest, model_yaml_config=config, statuses=dict[int, int]()
+    )
+    threads = torch.get_num_threads()
+    found = module.RecpipeHandler()
+    found.initialize(context)
+    assert torch.get_num_threads() == config["handler"]["threads"]
+    torch.set_num_threads(threads)
+    return found, context
+
+
+def test_torchserves_archive_answers_as_the_protocol_does(
+    adding: Any, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding(MANIFEST)
+    deploy(package, tmp_path / "served", "torchserve", DeployConfig(name="m", threads=2))
+    archive = tmp_path / "served" / "model-store" / "m.mar"
+    handler, context = unpacked(archive, tmp_path / "unpacked", monkeypatch)
+    assert (tmp_path / "unpacked" / "package" / "tables" / "t").stat().st_size == 2**20
+    answers = handler.handle(
+        [
+            {"body": json.loads(body(DENSE, A, B, id="7"))},
+            {"body": bytearray(body(DENSE, A, B))},
+            {
+                "data": body(
+                    tensor("dense", "FP32", [1, 2], [3, 2]), tensor("a", "INT64", [2, 2], [1, 2, 3, 4]), B
+                )
+            },
+            {"body": b"{"},
+            {"body": {"inputs": [{"name": "a", "datatype": "INT64", "shape": [3], "data": [1, 2]}]}},
+            {"body": json.loads(body(DENSE, A))},
+            {"body": json.loads(body(DENSE, A, B, tensor("c", "INT64", [1], [1])))},
+            {"body": json.loads(body(DENSE, A, tensor("b", "INT64", [2], [0.5, 8])))},
+            {"body": None},
+        ],
+        context,
+    )
+    about = {"model_name": "m", "model_version": "1.0"}
+    outputs = [{"name": "score", "shape": [2], "datatype": "FP32", "data": [10.0, 856.5]}]
+    assert answers[:2] == [about | {"id": "7", "outputs": outputs}, about | {"outputs": outputs}]
+    assert answers[2]["outputs"][0]["data"] == [5 + 1 + 2.0, 5 + 3 + 4 + 800.0]
+    messages = ["Expecting property", "'a' is not what it says", "'b' is missing", "no input 'c'"]
+    messages += ["'b' is not what it says", "the body is not"]
+    for answer, message in zip(answers[3:], messages, strict=True):
+        assert message in answer["error"]
+    assert context.statuses == dict.fromkeys(range(3, 9), 400)
+
+
+def test_torchserves_configuration_names_the_archive_where_kserve_puts_it(
+    package: Path, tmp_path: Path
+) -> None:
+    deploy(package, tmp_path / "served", "torchserve", DeployConfig())
+    text = (tmp_path / "served" / "config" / "config.properties").read_text()
+    told = dict(line.split("=", 1) for line in text.splitlines())
+    snapshot = json.loads(told["model_snapshot"])
+    (version,) = snapshot["models"]["ctr"].values()
+    assert snapshot["modelCount"] == 1
+    assert (tmp_path / "served" / Path(told["model_store"]).name / version["marName"]).is_file()
+    assert told["management_address"].startswith("http://127.0.0.1:")
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that is taken for a package."""
@@ -167,7 +261,8 @@ def test_a_package_is_laid_out_once(package: Path, tmp_path: Path) -> None:
     deploy(package, tmp_path / "models", "triton", DeployConfig(threads=2))
     folder = tmp_path / "models" / "ctr"
     assert (folder / "config.pbtxt").read_text().startswith('name: "ctr"')
-    assert (folder / "1" / "model.py").read_text() == layouts.MODEL.read_text()
+    for file, own in (("model.py", layouts.MODEL), ("named_tensors.py", layouts.NAMED)):
+        assert (folder / "1" / file).read_text() == own.read_text()
     assert (folder / "1" / "package" / "tables" / "t").stat().st_size == 2**20
     deploy(package, tmp_path / "models", "triton", DeployConfig(name="other"))
     with pytest.raises(UserError, match="models/ctr exists already"):
@@ -193,7 +288,7 @@ def test_a_package_is_laid_out_once(package: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "say recpipe deploy PACKAGE DIRECTORY for=triton"),
-        (["for=tritn"], "for=tritn: a package is laid out for triton, kserve, onnx"),
+        (["for=tritn"], "for=tritn: a package is laid out for triton, torchserve, kserve, onnx"),
         ([""], "for=None"),
         (["for=triton", "nam=x"], "recpipe deploy has no nam; it has for, name, threads"),
         (["for=triton", "name=a/b"], "name=a/b is no name of a model"),
