@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -158,6 +158,16 @@ class OneModel(ServedModels[Model]):
         """Count a request for another one."""
         if self._unknown is not None:
             self._unknown(refused, seconds)
+
+
+def require_own_files(parameters: Iterable[str]) -> None:
+    """``Refused`` if a client sends a model's configuration or files with the request to load it, by the
+    names of Triton's ``parameters`` for these."""
+    sent = next((own for own in parameters if own == "config" or own.startswith("file:")), None)
+    if sent is not None:
+        raise Refused(
+            400, "not_loaded", f"'{shown(sent)}' is not taken: a model is loaded as it is in its directory"
+        )
 
 
 def entry(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:

@@ -16,7 +16,17 @@ from tritonclient.grpc import service_pb2 as messages
 from recpipe.errors import shown
 from recpipe_serve.batching.forms import Array
 from recpipe_serve.errors import bad
-from recpipe_serve.http.protocol import BYTES, LARGEST_SIZE, RAW, InferenceRequest, rows_of, texts
+from recpipe_serve.http.protocol import (
+    BYTES,
+    LARGEST_SIZE,
+    NO_REGIONS,
+    RAW,
+    REGION,
+    InferenceRequest,
+    require_here,
+    rows_of,
+    texts,
+)
 from recpipe_serve.models import Outputs
 
 DATATYPES: dict[str, np.dtype[Any]] = {
@@ -61,6 +71,8 @@ def read_request(message: Any, remaining: float | None = None) -> InferenceReque
         if type(timeout) is not int or timeout < 0:
             raise bad("parameters.timeout is no number of microseconds")
         remaining = min(timeout / 1e6, float("inf") if remaining is None else remaining)
+    for output in message.outputs:
+        require_here(output.name, output.parameters)
     outputs = {output.name: True for output in message.outputs} or None
     inputs = read_tensors(message.inputs, message.raw_input_contents, "input", parameters.get(RAW) is True)
     rows = rows_of(inputs) if parameters.get(RAW) is True else []
@@ -102,6 +114,9 @@ def write_response(model: str, version: str, ident: str | None, outputs: Outputs
 def read_tensors(tensors: Any, raw: Any, what: str, textual: bool = False) -> dict[str, Array]:
     """Arrays by name of messages of tensors, whose values are ``raw``, all of them, or none. ``textual``:
     some may be texts, which are arrays of objects then."""
+    region = next((tensor.name for tensor in tensors if REGION in tensor.parameters), None)
+    if region is not None:
+        raise bad(f"{what} '{shown(region)}': {NO_REGIONS}")
     if raw and len(raw) != len(tensors):
         raise bad(f"there are {len(tensors)} {what}s, and the bytes of {len(raw)}")
     found: dict[str, Array] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter, time_ns
 from typing import Any
 
@@ -14,8 +16,10 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 from recpipe.common.versions import installed_version
 from recpipe_serve.access.record import Observer, Record
 from recpipe_serve.errors import Refused
-from recpipe_serve.grpc.messages import read_request, write_response
-from recpipe_serve.models import EXTENSIONS, READY, ServedModels
+from recpipe_serve.grpc.messages import read_parameters, read_request, write_response
+from recpipe_serve.http.protocol import NO_REGIONS
+from recpipe_serve.models import EXTENSIONS, READY, ServedModels, require_own_files
+from recpipe_serve.settings import LOGS, TRACES, log_settings, require_unchanged, trace_settings
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -34,14 +38,29 @@ CODES = {
 
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+STREAMED = 64
+"""Requests of one stream that are answered at once; its client sends no more of them meanwhile."""
+FINAL = "triton_final_response"
+"""A parameter of responses of a stream: whether it is the last one of its request. Here each is."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a request of a stream will be answered."""
+
+    id: str
+    outputs: asyncio.Task[tuple[Any, Refused | None]]
 
 
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service over ``models``; ``observers`` are told of each request for outputs. What it does not have
-    (shared memory, settings of traces and logs, streams) is UNIMPLEMENTED."""
+    """The service over ``models``; ``observers`` are told of each request for outputs. ``traces``: whether
+    spans of them are exported."""
 
-    def __init__(self, models: ServedModels[Any], observers: Sequence[Observer] = ()) -> None:
-        self.models, self.observers = models, observers
+    def __init__(
+        self, models: ServedModels[Any], observers: Sequence[Observer] = (), traces: bool = False
+    ) -> None:
+        self.models, self.observers, self.traces = models, observers, traces
 
     async def _abort(self, context: Any, refused: Refused) -> None:
         await context.abort(CODES.get(refused.status, grpc.StatusCode.INTERNAL), str(refused))
@@ -94,35 +113,126 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """Outputs of a request."""
-        began = perf_counter()
-        try:
-            model = self.models.chosen(request.model_name, request.model_version)
-        except Refused as refused:
-            self.models.count_unknown(refused, perf_counter() - began)
-            self._observe(request, None, refused.status, perf_counter() - began, context)
+        response, refused = await self._infer(request, context, INFER)
+        if refused is not None:
             await self._abort(context, refused)
-        refusal = response = None
-        try:
-            outputs = await model.answer(read_request(request, context.time_remaining()))
-            response = write_response(model.name, model.version, request.id, outputs)
-        except Exception as fault:
-            refusal = model.refused(fault)
-        status, seconds = 200 if refusal is None else refusal.status, perf_counter() - began
-        model.count(status, seconds)
-        self._observe(request, response, status, seconds, context)
-        if refusal is not None:
-            await self._abort(context, refusal)
         return response
 
-    def _observe(self, request: Any, response: Any, status: int, seconds: float, context: Any) -> None:
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        """Outputs of each request of a stream, in their order. What is wrong with one is the error of its
+        answer; the stream goes on."""
+        room, answers = asyncio.Semaphore(STREAMED), asyncio.Queue[_Answer | None]()
+
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    await room.acquire()
+                    own = asyncio.create_task(self._infer(request, context, STREAM))
+                    answers.put_nowait(_Answer(request.id, own))
+            finally:
+                answers.put_nowait(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (answer := await answers.get()) is not None:
+                response, refused = await answer.outputs
+                room.release()
+                if refused is not None:
+                    own = messages.ModelInferResponse(id=answer.id)
+                    yield messages.ModelStreamInferResponse(error_message=str(refused), infer_response=own)
+                    continue
+                response.parameters[FINAL].bool_param = True
+                yield messages.ModelStreamInferResponse(infer_response=response)
+            await reading
+        finally:
+            reading.cancel()
+
+    async def _infer(self, request: Any, context: Any, call: str) -> tuple[Any, Refused | None]:
+        """The response to a request for outputs that came by this ``call``, or why there is none."""
+        began = perf_counter()
+        response: Any = None
+        refused: Refused | None = None
+        try:
+            model = self.models.chosen(request.model_name, request.model_version)
+        except Refused as fault:
+            refused = fault
+            self.models.count_unknown(refused, perf_counter() - began)
+        else:
+            try:
+                outputs = await model.answer(read_request(request, context.time_remaining()))
+                response = write_response(model.name, model.version, request.id, outputs)
+            except Exception as fault:
+                refused = model.refused(fault)
+            model.count(200 if refused is None else refused.status, perf_counter() - began)
+        status = 200 if refused is None else refused.status
+        self._observe(request, response, call, status, perf_counter() - began, context)
+        return response, refused
+
+    def _observe(
+        self, request: Any, response: Any, call: str, status: int, seconds: float, context: Any
+    ) -> None:
         if not self.observers:
             return
         sent = 0 if response is None else response.ByteSize()
         trace = dict(context.invocation_metadata() or ()).get("traceparent")
         host = context.peer().partition(":")[2].rpartition(":")[0]  # ipv4:HOST:PORT
-        own = ("grpc", "POST", INFER, status, time_ns(), seconds, request.ByteSize(), sent, host, trace)
+        own = ("grpc", "POST", call, status, time_ns(), seconds, request.ByteSize(), sent, host, trace)
         for observer in self.observers:
             observer(Record(*own))
+
+    async def TraceSetting(self, request: Any, context: Any) -> Any:
+        """Which requests are traced, of a model as of all; it is not changed from afar."""
+        told = trace_settings(self.traces)
+        asked = {name: list(own.value) or None for name, own in request.settings.items()}
+        try:
+            if request.model_name:
+                self.models.find(request.model_name)
+            require_unchanged(told, asked, TRACES)
+        except Refused as refused:
+            await self._abort(context, refused)
+        own = {name: {"value": values} for name, values in told.items()}
+        return ParseDict({"settings": own}, messages.TraceSettingResponse())
+
+    async def LogSettings(self, request: Any, context: Any) -> Any:
+        """What the server logs; it is not changed from afar."""
+        told = log_settings()
+        try:
+            require_unchanged(told, read_parameters(request.settings), LOGS)
+        except Refused as refused:
+            await self._abort(context, refused)
+        response = messages.LogSettingsResponse()
+        for name, value in told.items():
+            kind = "bool" if isinstance(value, bool) else "uint32" if isinstance(value, int) else "string"
+            setattr(response.settings[name], f"{kind}_param", value)
+        return response
+
+    async def SystemSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        """There are no regions of shared memory."""
+        if request.name:
+            await self._abort(context, Refused(404, "shared_memory", NO_REGIONS))
+        return messages.SystemSharedMemoryStatusResponse()
+
+    async def SystemSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        """There are no regions of shared memory."""
+        await self._abort(context, Refused(501, "shared_memory", NO_REGIONS))
+
+    async def SystemSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        """There are none, of which a client may let go."""
+        return messages.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        """There are no regions of a GPU's memory."""
+        if request.name:
+            await self._abort(context, Refused(404, "shared_memory", NO_REGIONS))
+        return messages.CudaSharedMemoryStatusResponse()
+
+    async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        """There are no regions of a GPU's memory."""
+        await self._abort(context, Refused(501, "shared_memory", NO_REGIONS))
+
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        """There are none, of which a client may let go."""
+        return messages.CudaSharedMemoryUnregisterResponse()
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         """All models, or those that are ready."""
@@ -132,6 +242,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:
         """Serve a model, or serve it as it is now."""
         try:
+            require_own_files(request.parameters)
             await self.models.load(request.model_name)
         except Refused as refused:
             await self._abort(context, refused)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -32,6 +32,9 @@ TYPES: dict[str, np.dtype[Any]] = {
 """The protocol's types that a model of ours can take."""
 BYTES, RAW = "BYTES", "raw"
 """The protocol's type of text; and the parameter of requests whose tensors are raw values by column."""
+REGION = "shared_memory_region"
+NO_REGIONS = "tensors come with their requests: there are no regions of shared memory"
+NO_CLASSES = "outputs are numbers: classification is not supported"
 LARGEST_SIZE = 2**31 - 1
 """Most values of a tensor; keeps products of sizes from growing without bound."""
 
@@ -124,10 +127,18 @@ def _outputs(outputs: object, binary: bool) -> dict[str, bool]:
         if not isinstance(about.get("name"), str):
             raise bad("an output has no name")
         parameters = _mapping(about.get("parameters", {}), "an output's parameters")
-        if "classification" in parameters:
-            raise bad("outputs are numbers: classification is not supported")
+        require_here(about["name"], parameters)
         found[about["name"]] = bool(parameters.get("binary_data", binary))
     return found
+
+
+def require_here(output: str, parameters: Collection[str]) -> None:
+    """``Refused`` if the ``parameters`` of an output ask for it elsewhere than in the response, or as
+    classes."""
+    if "classification" in parameters:
+        raise bad(NO_CLASSES)
+    if REGION in parameters:
+        raise bad(f"output '{shown(output)}': {NO_REGIONS}")
 
 
 def _rows(asked: Mapping[str, Any], data: memoryview) -> list[dict[str, Any]]:
@@ -201,7 +212,10 @@ def _inputs(inputs: object, data: memoryview, raw: bool = False) -> tuple[dict[s
         sized = isinstance(given, list) and len(given) <= 8 and all(type(n) is int and n >= 0 for n in given)
         if not sized or prod(given) > LARGEST_SIZE:
             raise bad(f"input '{shown(name)}' has the shape {shown(given)}")
-        size = _mapping(about.get("parameters", {}), "an input's parameters").get("binary_data_size")
+        parameters = _mapping(about.get("parameters", {}), "an input's parameters")
+        if REGION in parameters:
+            raise bad(f"input '{shown(name)}': {NO_REGIONS}")
+        size = parameters.get("binary_data_size")
         if raw and word == BYTES:
             what = f"input '{shown(name)}'"
             if size is None:

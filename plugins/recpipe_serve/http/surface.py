@@ -25,7 +25,9 @@ from recpipe_serve.errors import Refused, bad
 from recpipe_serve.http.compression import decoded, encoded, too_large
 from recpipe_serve.http.connections import ENCODING, Answer, IncomingRequest, error, header_fault
 from recpipe_serve.http.openapi import described
-from recpipe_serve.models import EXTENSIONS, READY, ServedModel, ServedModels
+from recpipe_serve.http.protocol import NO_REGIONS
+from recpipe_serve.models import EXTENSIONS, READY, ServedModel, ServedModels, require_own_files
+from recpipe_serve.settings import LOGS, TRACES, log_settings, require_unchanged, trace_settings
 
 JSON = {"content-type": "application/json"}
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -38,7 +40,6 @@ OWN = {
     "routes": ["GET"],
 }
 """What a model answers beside the protocol, and the methods of these addresses."""
-NOT_HERE = "tensors come with their requests: there are no regions of shared memory"
 
 
 class HttpModel(ServedModel):
@@ -79,6 +80,9 @@ class Surface:
             Route("/v2/health/live", self._live),
             Route("/v2/health/ready", self._ready),
             Route("/v2/models/stats", self._statistics),
+            Route("/v2/logging", self._logging, methods=[*get, *post]),
+            Route("/v2/trace/setting", self._tracing, methods=[*get, *post]),
+            Route("/v2/models/{model}/trace/setting", self._tracing, methods=[*get, *post]),
             Route("/v2/repository/index", self._index, methods=post),
             Route("/v2/repository/models/{model}/load", self._load, methods=post),
             Route("/v2/repository/models/{model}/unload", self._unload, methods=post),
@@ -143,13 +147,36 @@ class Surface:
 
     async def _index(self, request: Request) -> Response:
         """All models, or with ``{"ready": true}`` those that are."""
-        asked = await read_json(request, self.config, {})
-        if not isinstance(asked, dict):
-            raise bad("the body is no JSON object")
+        asked = await self._asked(request)
         ready = asked.get("ready") is True
         return json_response([own for own in self.models.index() if not ready or own["state"] == READY])
 
+    async def _tracing(self, request: Request) -> Response:
+        """Which requests are traced: of a model as of all."""
+        if "model" in request.path_params:
+            self._found(request)
+        told: dict[str, Any] = dict(trace_settings(self.config.traces))
+        if request.method == "POST":
+            require_unchanged(told, await self._asked(request), TRACES)
+        return json_response(told | {"trace_mode": told["trace_mode"][0]})
+
+    async def _logging(self, request: Request) -> Response:
+        """What the server logs."""
+        told = log_settings()
+        if request.method == "POST":
+            require_unchanged(told, await self._asked(request), LOGS)
+        return json_response(told)
+
+    async def _asked(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a body, empty if there is none."""
+        asked = await read_json(request, self.config, {})
+        if not isinstance(asked, dict):
+            raise bad("the body is no JSON object")
+        return asked
+
     async def _load(self, request: Request) -> Response:
+        parameters = (await self._asked(request)).get("parameters")
+        require_own_files(parameters if isinstance(parameters, dict) else ())
         await self.models.load(request.path_params["model"])
         return Response(status_code=200)
 
@@ -163,9 +190,11 @@ class Surface:
 
     async def _no_region(self, request: Request) -> Response:
         what = request.path_params["what"]
-        if what not in ("status", "register", "unregister"):
+        if what == "unregister":  # which Triton does not refuse either
+            return Response(status_code=200)
+        if what not in ("status", "register"):
             raise HTTPException(404)
-        raise Refused(501 if what == "register" else 404, "shared_memory", NOT_HERE)
+        raise Refused(501 if what == "register" else 404, "shared_memory", NO_REGIONS)
 
     async def _unknown(self, request: Request) -> Response:
         """A request for scores of another model, or version; the others do not come here."""
@@ -178,9 +207,12 @@ class Surface:
         raise AssertionError("the connection answers it")
 
     async def _own(self, what: str, request: Request) -> Response:
-        """A model's own address."""
+        """A model's own address; candidates are ranked by the version whose turn it is."""
+        given = request.path_params
+        find = self.models.chosen if what == "retrieve" else self.models.find
         try:
-            return await self._found(request).endpoint(what)(request)
+            model: HttpModel = find(given["model"], given.get("version", ""))
+            return await model.endpoint(what)(request)
         except ClientDisconnect:
             return Response(status_code=499)
 

@@ -67,6 +67,33 @@ def test_openapi_has_every_address_and_what_the_model_takes() -> None:
     assert kinds[0]["properties"]["shape"]["prefixItems"] == [{"type": "integer", "minimum": 0}, {"const": 2}]
 
 
+def test_openapi_is_as_its_own_schema_says_and_describes_what_is_sent() -> None:
+    validator = pytest.importorskip("openapi_spec_validator", reason="recpipe[test] is not installed")
+    from jsonschema import Draft202012Validator
+    from openapi_spec_validator.validation.exceptions import OpenAPIValidationError
+
+    with listening(Server(score, MANIFEST, "m", ServeConfig())) as (port, _):
+        told = json.loads(ask(port, "GET", "/openapi.json")[1])
+        scores = json.loads(ask(port, "POST", INFER, body(DENSE, A, B, id="7"))[1])
+        fault = json.loads(ask(port, "POST", INFER, b"{")[1])
+    validator.validate(told)
+    with pytest.raises(OpenAPIValidationError):
+        validator.validate(told | {"paths": {"/a": {"get": {"responses": 1}}}})
+
+    def fits(name: str, value: Any) -> bool:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": told["components"]}
+        return Draft202012Validator(schema).is_valid(value)
+
+    request = json.loads(body(DENSE, A, B))
+    assert fits("InferRequest.0", request)
+    assert fits("Scores", scores)
+    assert fits("Error", fault)
+    assert fits("RawRequest", {"rows": [{"a": 1}], "shared": {}})
+    assert not fits("RawRequest", {"rows": []})
+    assert not fits("Scores", fault)
+    assert not fits("InferRequest.0", {"inputs": [{"name": "a"}]})
+
+
 def test_each_request_is_a_line_of_the_access_log_with_its_trace(tmp_path: Path) -> None:
     file = tmp_path / "access.log"
     log = AccessLog(str(file))
