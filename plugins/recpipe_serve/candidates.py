@@ -218,6 +218,16 @@ class Candidates:
         """Find the rows of the ranker's keys by these ``maps`` from now on."""
         self._ranker_inputs.maps = maps
 
+    @property
+    def columns(self) -> set[str]:
+        """Those that a user has, of both models."""
+        return self._query.columns | self._pairs.columns
+
+    def require(self, user: Mapping[str, Any]) -> None:
+        """``Refused`` unless both models take the values of a user."""
+        self._query.inputs(user, None)
+        self._pairs.inputs(user, None)
+
     def output(self, by: str | None) -> str:
         """The output that orders the answer; ``Refused`` if the ranker has none of that name."""
         if by is not None and by not in self.outputs:
@@ -227,7 +237,7 @@ class Candidates:
     def find(self, wanted: Wanted) -> tuple[Places, Array]:
         """The places of the candidates that the search finds best, at most n, and their products with the
         user's vector, float32. ``Refused`` for what is wrong."""
-        known = self._query.columns | self._pairs.columns
+        known = self.columns
         for name in wanted.user:
             if name not in known:
                 own = "is of the candidates" if name in self.items.column_names else "is read by no feature"

@@ -160,7 +160,6 @@ def _require_alone(config: ServeConfig, plugin: object) -> None:
     """``UserError`` for words that are of one package, where a repository is served."""
     given = {
         "name": config.name,
-        "workers": config.workers > 1,
         "shards": config.shards,
         "follow": config.follow,
         "learn": config.learn,

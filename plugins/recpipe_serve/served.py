@@ -125,7 +125,8 @@ class ServedPackage:
     ``rows``: keeps the tables' rows; None: all in DRAM. ``answers``: what requests are put to before the
     model; None: nothing. ``folder``: where the workers of a server, of which this is the one of this
     ``number``, share what they see, and the tables' memory; None: there is one. ``at``: the delta
-    that all workers have gone back to; None: they follow.
+    that all workers have gone back to; None: they follow. ``labelled``: whether its figures have its name and
+    version as labels.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class ServedPackage:
         folder: Path | None = None,
         number: int = 0,
         at: int | None = None,
+        labelled: bool = False,
     ) -> None:
         if config.shards is not None:
             rows = imported_from("recpipe_scale_out.row_server:ShardedRows")(config)
@@ -166,6 +168,7 @@ class ServedPackage:
             self.learning,
             self.loaded.learner,
             version,
+            labelled,
         )
         self.server.metrics.serves(self.loaded.package)
         self.follower: Follower | None = None

@@ -853,24 +853,26 @@ def test_workers_answer_a_hundred_thousand_damaged_requests_and_none_starts_agai
 
 @needs_compiler
 @pytest.mark.soak
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_repository_of_packages_is_served_and_changes_while_it_answers(
-    packed: Path, tmp_path: Path
+    packed: Path, tmp_path: Path, workers: int
 ) -> None:
     pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
     repository = tmp_path / "models"
     first, second = repository / "ctr" / "1", repository / "ctr" / "2"
     shutil.copytree(packed, first)
     other = with_other_tables(packed, tmp_path / "other.recpipe")
-    server = Child(tmp_path / "server", "serve", str(repository), "port=0", "model_control=true")
+    words = ("port=0", "model_control=true", f"workers={workers}")
+    server = Child(tmp_path / "server", "serve", str(repository), *words)
     try:
-        found = re.search(r"serving 'models' at (http\S+/v2/models); golden", server.until("golden"))
+        found = re.search(r"serving 'models' at (http\S+/v2/models); .*golden", server.until("golden"))
         assert found is not None
         with Clients(f"{found[1]}/ctr", [score.Scorer(packed), score.Scorer(other)]).asking() as clients:
             while not clients.by[0]:
                 time.sleep(0.02)
             other.rename(second)
             server.send(signal.SIGHUP)
-            server.until("now serving package ctr (2)")
+            server.until(r"now serving package ctr(2)-")
             while not clients.by[1]:
                 time.sleep(0.02)
             (repository / "ctr" / "routes.yaml").write_text("version: 7")
@@ -879,12 +881,23 @@ def test_a_repository_of_packages_is_served_and_changes_while_it_answers(
         (repository / "ctr" / "routes.yaml").write_text("version: 2\nshadow: {version: 1, share: 1}")
         control = f"{found[1].removesuffix('/models')}/repository/models/ctr/load"
         assert urllib.request.urlopen(control, b"", timeout=20).status == 200
+        pages = [f"{found[1].removesuffix('/v2/models')}/metrics", f"{found[1]}/ctr/routes"]
+        metrics, routes = (urllib.request.urlopen(page, timeout=20).read().decode() for page in pages)
+        if workers > 1:
+            killed, _ = children(server.pid)
+            os.kill(killed, signal.SIGKILL)
+            server.until("worker 0 answers again")
         server.send(signal.SIGTERM)
         assert server.ended().returncode == 0
     finally:
         server.kill()
     assert not clients.wrong, clients.wrong[:5]
     assert not clients.lost
+    counted = dict(
+        re.findall(r'^recpipe_requests_total\{model="ctr",status="200",version="(.)"\} (\S+)$', metrics, re.M)
+    )
+    assert {version: float(count) for version, count in counted.items()}.get("2") == clients.by[1]
+    assert json.loads(routes)["shadow"]["version"] == 1
 
 
 @needs_compiler

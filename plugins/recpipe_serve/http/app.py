@@ -13,10 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from recpipe.answers.score import RowMap
@@ -29,25 +26,15 @@ from recpipe_serve.batching.scorer import Side
 from recpipe_serve.batching.statistics import SharedStatistics
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, WrongIds, bad
-from recpipe_serve.fresh.follower import Follower, wanted_version
+from recpipe_serve.fresh.follower import Follower
+from recpipe_serve.http.about import configuration, metadata
 from recpipe_serve.http.acceptor import Acceptor
 from recpipe_serve.http.connections import Answer, IncomingRequest, Infer, Listener
 from recpipe_serve.http.features import NO_MAPS, Features, Heads
-from recpipe_serve.http.learning import Posted
 from recpipe_serve.http.metrics import Metrics
-from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer, json_length
-from recpipe_serve.http.raw import DENSE
-from recpipe_serve.http.surface import (
-    JSON,
-    Endpoint,
-    HttpModel,
-    Surface,
-    compressed,
-    json_response,
-    read_body,
-    read_json,
-    refusal,
-)
+from recpipe_serve.http.own import LACKING, OwnAddresses
+from recpipe_serve.http.protocol import HEADER_LENGTH, InferenceRequest, answer
+from recpipe_serve.http.surface import Endpoint, HttpModel, Surface, compressed, refusal
 from recpipe_serve.models import OneModel, Outputs
 from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
@@ -63,8 +50,6 @@ LOST_SHARDS = "lost_shards"
 """A parameter of responses: the shards of a cut package without whose rows it was scored."""
 GoTo = Callable[[int | None], Awaitable[None]]
 """Lets a version answer by its number, or the latest one and those after it; ``Refused`` if it cannot."""
-LACKING = "features_lacking"
-"""A parameter of responses: for how many keys defaults stand for the values of the feature store."""
 
 
 class Server(HttpModel):
@@ -76,7 +61,8 @@ class Server(HttpModel):
     ``preparation``: by which raw values are encoded; None: they are refused. ``maps``: see ``Features``.
     ``candidates``: what finds these; None: the package has none. ``answers``: what requests are put to before
     the model, which has begun with this package; None: nothing. ``learning``: takes labelled events
-    for ``learner``; None: nothing is learnt.
+    for ``learner``; None: nothing is learnt. ``labelled``: whether its figures have its name and version as
+    labels.
     """
 
     def __init__(
@@ -95,6 +81,7 @@ class Server(HttpModel):
         learning: Learning | None = None,
         learner: Learner | None = None,
         version: str = VERSION,
+        labelled: bool = False,
     ) -> None:
         self.candidates, self.answers = candidates, answers
         self.learning, self.learner = learning, learner
@@ -106,7 +93,8 @@ class Server(HttpModel):
         self.batcher = Batcher(score, config)
         self.counted = SharedStatistics(folder, number)
         self.batcher.took = self.counted.own.took
-        self.metrics = Metrics(name, lambda: self.monitor.compared(), several)
+        of = {"model": name, "version": version} if labelled else {}
+        self.metrics = Metrics(name, lambda: self.monitor.compared(), several, of)
         self.follower: Follower | None = None
         self.go_to: GoTo
         """Lets a version that a client asks for answer, here, or in all workers."""
@@ -120,8 +108,10 @@ class Server(HttpModel):
         self.store: FeatureStore | None = None
         """Fills raw rows."""
         self._filling: set[asyncio.Task[None]] = set()
-        self.mirror: Callable[[Asked, Array], None] | None = None
-        """Called after a request was answered, with its inputs and scores [N, T]."""
+        self.mirror: Callable[[Asked, Array, str | None], None] | None = None
+        """Called after a request was answered, with its inputs, its scores [N, T] and its id."""
+        self.join: Callable[[bytes], Awaitable[dict[str, int]]] = self.label
+        """Takes a body of labels: its own, and where there are other versions those of their requests."""
         self.routes: Callable[[], Mapping[str, Any]] | None = None
         """Tells where requests for the model go, if it has several versions."""
 
@@ -215,35 +205,11 @@ class Server(HttpModel):
 
     def metadata(self) -> dict[str, Any]:
         """Its inputs and outputs, as KServe has them."""
-        inputs = [{"name": name, "datatype": "INT64", "shape": [-1]} for name in self.features.rows]
-        if width := len(self.features.dense):
-            inputs.insert(0, {"name": DENSE, "datatype": "FP32", "shape": [-1, width]})
-        inputs += [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.features.weights]
-        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.outputs]
-        about = {"name": self.name, "versions": [self.version], "platform": "recpipe"}
-        return {**about, "inputs": inputs, "outputs": outputs}
+        return metadata(self.name, self.version, self.features, self.outputs)
 
     def configuration(self) -> dict[str, Any]:
-        """As Triton has it. Shapes name the samples themselves: there is no ``max_batch_size``."""
-        told = self.metadata()
-
-        def tensors(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-            return [
-                {"name": own["name"], "data_type": f"TYPE_{own['datatype']}", "dims": own["shape"]}
-                for own in given
-            ]
-
-        words = ("batch", "wait_ms", "queue", "deadline_ms", "samples", "workers", "threads")
-        return {
-            "name": self.name,
-            "platform": told["platform"],
-            "backend": "recpipe",
-            "version_policy": {"specific": {"versions": [int(self.version)]}},
-            "max_batch_size": 0,
-            "input": tensors(told["inputs"]),
-            "output": tensors(told["outputs"]),
-            "parameters": {word: {"string_value": str(getattr(self.config, word))} for word in words},
-        }
+        """As Triton has it."""
+        return configuration(self.metadata(), self.config)
 
     def statistics(self) -> dict[str, Any]:
         """Of all workers, as Triton has them."""
@@ -251,125 +217,30 @@ class Server(HttpModel):
 
     def endpoint(self, what: str) -> Endpoint:
         """What answers its own address of this word."""
-        own: dict[str, Endpoint] = {
-            "labels": self._labels,
-            "learn": self._learn,
-            "retrieve": self._retrieve,
-            "monitor": self._monitor,
-            "deltas": self._deltas,
-            "routes": self._routes,
-        }
-        return own[what]
+        return OwnAddresses(self).endpoint(what)
 
-    async def _routes(self, _: Request) -> Response:
-        if self.routes is None:
-            raise bad("one version of the model is served: serve a repository of several")
-        return json_response(self.routes())
-
-    async def _monitor(self, request: Request) -> Response:
-        self.batcher.tell()
-        compared = await asyncio.to_thread(self.monitor.compared)
-        told = {"name": self.name, "step": self.manifest.get("step"), **compared.to_dict()}
-        return json_response(told if self.answers is None else told | {"answers": self.answers.told()})
-
-    async def _deltas(self, request: Request) -> Response:
-        """Which versions are kept and which one answers; or another one is to answer."""
-        if self.follower is None:
-            raise bad("the server follows no deltas: start it with follow=DIRECTORY")
-        if request.method == "POST":
-            if not self.config.rollback:
-                raise Refused(403, "not_allowed", "versions are chosen where the server has rollback=true")
-            await self.go_to(wanted_version(await read_json(request, self.config)))
-        return json_response({"name": self.name, **self.follower.told()})
-
-    async def _labels(self, request: Request) -> Response:
-        """Labels of requests that were answered before."""
+    async def label(self, body: bytes) -> dict[str, int]:
+        """Join the labels in ``body`` with scores that are kept; see ``Monitor.labelled``."""
         try:
-            body = await read_body(request, self.config)
             counts = await self.monitor.labelled(body)
-            if self.follower is not None:
-                self.follower.labelled(json.loads(body)["labels"], self.monitor.tasks)
-            return json_response(counts)
         except Refused:
             self.monitor.mine.posted[REFUSED] += 1
             raise
-
-    async def _learn(self, request: Request) -> Response:
-        """Labelled events, which the package's effects learn."""
-        try:
-            learning, learner = self.learning, self.learner
-            if learning is None or learner is None:
-                raise Refused(404, "learning", "nothing is learnt here: start the server with learn=true")
-            learning.require(request.headers.get("authorization"))
-            body, header = await read_body(request, self.config), request.headers.get(HEADER_LENGTH.decode())
-            _, inputs = self.heads.read(body, header)
-            posted = Posted.parse(body[: json_length(header, len(body))], inputs.samples)
-            told = await learning.learn(learner, posted, inputs, self.batcher)
-        except ClientDisconnect:
-            raise
-        except Exception as fault:
-            self.metrics.events.labels("refused").inc()
-            status, content, headers = self._fault(fault)
-            return Response(content, status, dict(headers))
-        for result in ("learnt", "again"):
-            self.metrics.events.labels(result).inc(told[result])
-        return json_response(told)
-
-    async def _retrieve(self, request: Request) -> Response:
-        """The best candidates of a user: found in the index, and scored by the ranker in one batch with what
-        else waits."""
-        began = perf_counter()
-        try:
-            answered = 200, *await self._retrieved(await read_body(request, self.config))
-        except ClientDisconnect:
-            raise
-        except Exception as fault:
-            status, content, headers = self._fault(fault)
-            answered = status, content, dict(headers)
-        self.count(answered[0], perf_counter() - began)
-        return Response(answered[1], answered[0], answered[2])
-
-    async def _retrieved(self, body: bytes) -> tuple[bytes, dict[str, str]]:
-        if self.candidates is None:
-            raise bad("the package has no candidates: package the ranker with index=INDEX")
-        from recpipe_serve.candidates import Wanted
-
-        wanted, candidates = Wanted.parse(body, self.config.samples), None
-        while candidates is not self.candidates:  # another package has taken its place meanwhile
-            candidates = self.candidates
-            assert candidates is not None
-            places, similar = await asyncio.to_thread(candidates.find, wanted)
-            inputs = candidates.asked(wanted, places) if len(places) else None
-        scores = np.empty((0, len(self.outputs)), np.float32)
-        if inputs is not None:
-            found = await self._scores(inputs)
-            scores = found.reshape(len(found), -1)
-            if wanted.id is not None:
-                order = np.argsort(
-                    -scores[:, self.outputs.index(candidates.output(wanted.by))], kind="stable"
-                )
-                self.monitor.keep(wanted.id, scores[order[: wanted.k]])
-        told: dict[str, Any] = {"model_name": self.name, "model_version": self.version}
-        if wanted.id is not None:
-            told["id"] = wanted.id
-        if inputs is not None and inputs.lacking:
-            told["parameters"] = _said(inputs)
-        return json.dumps(told | candidates.answer(wanted, places, similar, scores)).encode(), JSON
+        if self.follower is not None:
+            self.follower.labelled(json.loads(body)["labels"], self.monitor.tasks)
+        return counts
 
     async def answer(self, request: InferenceRequest) -> Outputs:
         """The scores of a request that did not come by HTTP."""
         names, told = self._names(request), dict[str, Any]()
         if request.rows:
-            rows, told = await self._filled(request)
-            inputs = self.heads.encoded(rows)
+            inputs, told = await self._encoded(request)
         else:
             inputs = self.features.asked(request.inputs)
-        scores = await self._scores(inputs, request.timeout, request.priority)
-        return Outputs(self._found(request, names, inputs, scores), told | _said(inputs))
+        scores = await self.scores(inputs, request.timeout, request.priority)
+        return Outputs(self._found(request, names, inputs, scores), told | self.said(inputs))
 
-    async def _scores(
-        self, inputs: Asked, timeout: float | None = None, priority: int | None = None
-    ) -> Array:
+    async def scores(self, inputs: Asked, timeout: float | None = None, priority: int | None = None) -> Array:
         """The scores float32 [N] or [N, T] of these inputs, scored with whatever else waits."""
         done: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
         self.batcher.put(inputs, partial(_settle, done), timeout, priority)
@@ -392,22 +263,24 @@ class Server(HttpModel):
             else:
                 self._put(request, asked, self.heads.encoded(asked.rows) if inputs is None else inputs)
         except Exception as fault:
-            self._send(request, self._fault(fault))
+            self._send(request, self.fault(fault))
 
     async def _infer_filled(self, request: IncomingRequest, asked: InferenceRequest) -> None:
         """Score a request with what the store has of its rows."""
         try:
-            rows, told = await self._filled(asked)
-            self._put(request, replace(asked, told=told), self.heads.encoded(rows))
+            inputs, told = await self._encoded(asked)
+            self._put(request, replace(asked, told=told), inputs)
         except Exception as fault:
-            self._send(request, self._fault(fault))
+            self._send(request, self.fault(fault))
 
-    async def _filled(self, asked: InferenceRequest) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-        """The rows of a request with what the store has of them, and what its client is told of that."""
+    async def _encoded(self, asked: InferenceRequest) -> tuple[Asked, dict[str, Any]]:
+        """The inputs of a request's rows with what the store has of them, and what its client is told of
+        that."""
         if self.store is None:
-            return asked.rows, {}
-        filled = await self.store.fill(asked.rows, self.heads.columns)
-        return filled.rows, {LACKING: filled.lacking} if filled.lacking else {}
+            return self.heads.encoded(asked.rows), {}
+        self.heads.require_few(asked.rows)
+        filled = await self.store.fill(asked.rows, self.heads.columns, self.heads.encoded)
+        return filled.inputs, {LACKING: filled.lacking} if filled.lacking else {}
 
     def _put(self, request: IncomingRequest, asked: InferenceRequest, inputs: Asked) -> None:
         done = partial(self._answer, request, asked, self._names(asked), inputs)
@@ -431,15 +304,15 @@ class Server(HttpModel):
     ) -> None:
         """Answer a request whose ``scores`` float32 [N] or [N, T] have come, or why there are none."""
         if isinstance(scores, Exception):
-            self._send(request, self._fault(scores))
+            self._send(request, self.fault(scores))
             return
         try:
             found = self._found(asked, names, inputs, scores)
             if inputs.lacking:
-                asked = replace(asked, told={**asked.told, **_said(inputs)})
+                asked = replace(asked, told={**asked.told, **self.said(inputs)})
             answered = 200, *answer(asked, self.name, self.version, found)
         except Exception as fault:
-            self._send(request, self._fault(fault))
+            self._send(request, self.fault(fault))
         else:
             self._send(request, compressed(answered, request.headers.get(b"accept-encoding")))
 
@@ -453,8 +326,13 @@ class Server(HttpModel):
         if self.follower is not None and self.follower.gate.looks:
             self.follower.recent.keep(asked.id, inputs, columns)
         if self.mirror is not None:  # once the answer is sent
-            asyncio.get_running_loop().call_soon(self.mirror, inputs, columns)
+            asyncio.get_running_loop().call_soon(self.mirror, inputs, columns, asked.id)
         return {name: columns[:, self.outputs.index(name)] for name in names}
+
+    @staticmethod
+    def said(inputs: Asked) -> dict[str, Any]:
+        """What is said of the scores of a request."""
+        return {LOST_SHARDS: inputs.lacking} if inputs.lacking else {}
 
     def refused(self, fault: Exception) -> Refused:
         """What a client is told in the place of scores; counted, and logged if it is the server's fault."""
@@ -472,7 +350,8 @@ class Server(HttpModel):
         self.metrics.refused.labels(told.reason).inc()
         return told
 
-    def _fault(self, fault: Exception) -> Answer:
+    def fault(self, fault: Exception) -> Answer:
+        """The answer to a request that failed."""
         return refusal(self.refused(fault))
 
     def count(self, status: int, seconds: float) -> None:
@@ -492,11 +371,6 @@ class Server(HttpModel):
         self.count(answered[0], seconds)
         if self.metrics.several:  # a worker that is killed then has counted it
             request.respond(request, answered)
-
-
-def _said(inputs: Asked) -> dict[str, str]:
-    """What is said of the scores of a request."""
-    return {LOST_SHARDS: inputs.lacking} if inputs.lacking else {}
 
 
 def _settle(done: asyncio.Future[Array], found: Array | Exception) -> None:

@@ -190,7 +190,8 @@ class Connection(HttpToolsProtocol):
 
     def refuse(self, status: int, why: str, message: str) -> None:
         """Say in one line why it is closed."""
-        self.transport.write(response((status, error(message), {}), keep_alive=False))
+        told = {"content-type": "application/json"}
+        self.transport.write(response((status, error(message), told), keep_alive=False))
         self.end(why)
 
     def send_400_response(self, msg: str) -> None:

@@ -249,9 +249,13 @@ class Heads:
         """The inputs of raw values, checked. ``Refused`` for what is wrong."""
         if self._raw is None:
             raise bad("the package does not say how raw values are encoded: send inputs, encoded")
+        self.require_few(rows)
+        return replace(self.features.asked(self._raw.inputs(rows)), rows=rows)
+
+    def require_few(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """``Refused`` for more rows than a request may have."""
         if len(rows) > self.features.most_samples:
             raise bad(f"the request has {len(rows)} samples, and {self.features.most_samples} is the most")
-        return replace(self.features.asked(self._raw.inputs(rows)), rows=rows)
 
     def anew(self, asked: Asked) -> Asked:
         """The inputs of a request that another package was to score. ``Refused`` for what is wrong."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,17 +23,27 @@ AT_ONCE = 128
 SAMPLES = (1, 4, 16, 64, 256, 1024, 4096)
 
 
-class DoorMetrics:
-    """The figures of connections and of requests, whatever they are for."""
+class Labelled:
+    """A metric whose first labels have always these values."""
 
-    def __init__(self) -> None:
+    def __init__(self, metric: Any, values: Sequence[str]) -> None:
+        self._metric, self._values = metric, values
+
+    def labels(self, *values: str) -> Any:
+        """The one with these other labels."""
+        return self._metric.labels(*self._values, *values)
+
+
+class DoorMetrics:
+    """The figures of connections and of requests, whatever they are for. ``of``: labels that those of
+    requests have, and their values."""
+
+    def __init__(self, of: Mapping[str, str] | None = None) -> None:
         self.registry = CollectorRegistry()
-        into = self.registry
-        self.answers = Counter(
-            "recpipe_requests", "Inference requests by HTTP status", ["status"], registry=into
-        )
-        self.refused = Counter(
-            "recpipe_refused", "Requests that were not scored, by reason", ["reason"], registry=into
+        into, self.of = self.registry, of or {}
+        self.answers = self._by(Counter, "recpipe_requests", "Inference requests by HTTP status", "status")
+        self.refused = self._by(
+            Counter, "recpipe_refused", "Requests that were not scored, by reason", "reason"
         )
         self.connections = Gauge(
             "recpipe_connections", "Open connections", registry=into, multiprocess_mode="livesum"
@@ -45,6 +55,16 @@ class DoorMetrics:
             registry=into,
         )
 
+    def _by(self, kind: Any, name: str, says: str, *labels: str, **more: Any) -> Labelled:
+        """A metric with these ``labels`` beside those of all."""
+        made = kind(name, says, [*self.of, *labels], registry=self.registry, **more)
+        return Labelled(made, list(self.of.values()))
+
+    def _one(self, kind: Any, name: str, says: str, **more: Any) -> Any:
+        """A metric without any labels beside those of all."""
+        made = kind(name, says, [*self.of], registry=self.registry, **more)
+        return made.labels(*self.of.values()) if self.of else made
+
 
 class Metrics(DoorMetrics):
     """The figures of one process, and of the monitor: ``compared`` gives those. ``several``: of all processes
@@ -52,50 +72,36 @@ class Metrics(DoorMetrics):
     One process alone keeps answers and batches aside and counts many at once: prometheus_client's own work
     between two requests would be a tenth of what they cost."""
 
-    def __init__(self, model: str, compared: Callable[[], Compared], several: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        model: str,
+        compared: Callable[[], Compared],
+        several: bool = False,
+        of: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(of)
         self.gauges = Gauges(compared)
-        self._shown: list[tuple[Callable[[], Mapping[str, float]], dict[str, Gauge]]] = []
+        self._shown: list[tuple[Callable[[], Mapping[str, float]], dict[str, Any]]] = []
         self.several = several
         self._answers: deque[tuple[int, float, int | None]] = deque()
         """Answers that are not counted yet: status, seconds, requests that wait if it is known."""
         self._batches: deque[tuple[int, int]] = deque()
         """Batches that are not: requests, samples."""
-        into = self.registry
         self._statuses: dict[int, Counter] = {}
-        self.seconds = Histogram(
-            "recpipe_request_seconds",
-            "From the request's first byte read to its answer",
-            buckets=SECONDS,
-            registry=into,
+        says = "From the request's first byte read to its answer"
+        self.seconds = self._one(Histogram, "recpipe_request_seconds", says, buckets=SECONDS)
+        self.samples = self._one(Counter, "recpipe_samples", "Samples scored")
+        self.batch = self._one(Histogram, "recpipe_batch_samples", "Samples of a batch", buckets=SAMPLES)
+        self.together = self._one(
+            Histogram, "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64)
         )
-        self.samples = Counter("recpipe_samples", "Samples scored", registry=into)
-        self.batch = Histogram("recpipe_batch_samples", "Samples of a batch", buckets=SAMPLES, registry=into)
-        self.together = Histogram(
-            "recpipe_batch_requests", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=into
-        )
-        self.queue = Gauge(
-            "recpipe_queue",
-            "Requests that wait, as of the last answer",
-            registry=into,
-            multiprocess_mode="livesum",
-        )
-        self.reloads = Counter(
-            "recpipe_reloads", "Packages loaded anew, by result", ["result"], registry=into
-        )
-        self.events = Counter(
-            "recpipe_events",
-            "Labelled events, and bodies of them refused, by result",
-            ["result"],
-            registry=into,
-        )
-        self._model = Gauge(
-            "recpipe_model",
-            "Processes that serve this model from the package whose manifest has this digest",
-            ["name", "package"],
-            registry=into,
-            multiprocess_mode="livesum",
-        )
+        says = "Requests that wait, as of the last answer"
+        self.queue = self._one(Gauge, "recpipe_queue", says, multiprocess_mode="livesum")
+        self.reloads = self._by(Counter, "recpipe_reloads", "Packages loaded anew, by result", "result")
+        says = "Labelled events, and bodies of them refused, by result"
+        self.events = self._by(Counter, "recpipe_events", says, "result")
+        says = "Processes that serve this model from the package whose manifest has this digest"
+        self._model = self._by(Gauge, "recpipe_model", says, "name", "package", multiprocess_mode="livesum")
         self._name, self._package = model, ""
 
     def serves(self, package: str) -> None:
@@ -139,14 +145,13 @@ class Metrics(DoorMetrics):
         """Show what a plugin has counted, too; of several processes each one's own, under its ``pid``."""
         told = "Counted by a plugin of the server"
         gauges = {
-            name: Gauge(f"recpipe_{name}", told, registry=self.registry, multiprocess_mode="liveall")
-            for name in counted()
+            name: self._one(Gauge, f"recpipe_{name}", told, multiprocess_mode="liveall") for name in counted()
         }
         if self.several:  # whoever answers shows what all have written
             self._shown.append((counted, gauges))
             return
         for name, gauge in gauges.items():
-            gauge.set_function(lambda name=name: counted()[name])  # type: ignore[misc]
+            gauge.set_function(lambda name=name: counted()[name])
 
     def write(self) -> None:
         """Write what plugins have counted where the process that shows it finds it."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from recpipe_serve.http.metrics import DoorMetrics, Metrics
@@ -17,12 +18,20 @@ OF_DOOR = ("recpipe_connections", "recpipe_connections_closed")
 
 
 def together(
-    door: DoorMetrics, models: Mapping[tuple[str, str], Metrics], routes: Iterable[Mapping[str, Any]]
+    door: DoorMetrics,
+    models: Mapping[tuple[str, str], Metrics],
+    routes: Iterable[Mapping[str, Any]],
+    several: bool = False,
 ) -> bytes:
     """All figures in Prometheus' text format: of the server, of its ``models`` by name and version, and of
-    the shadows that ``routes`` tell of."""
+    the shadows that ``routes`` tell of. ``several``: of all processes that are this server."""
+    for own in models.values():
+        own.count()
+        own.write()
     registry = CollectorRegistry()
-    registry.register(_Together(door, models, list(routes)))
+    if several:
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    registry.register(_Together(door, models, list(routes), several))
     return generate_latest(registry)
 
 
@@ -32,8 +41,9 @@ class _Together(Collector):
         door: DoorMetrics,
         models: Mapping[tuple[str, str], Metrics],
         routes: list[Mapping[str, Any]],
+        several: bool,
     ) -> None:
-        self.door, self.models, self.routes = door, models, routes
+        self.door, self.models, self.routes, self.several = door, models, routes, several
 
     def describe(self) -> list[Metric]:
         """Nothing, so that registering computes no figures."""
@@ -42,10 +52,10 @@ class _Together(Collector):
     def collect(self) -> Iterator[Metric]:
         """All of them, each name once."""
         found: dict[str, Metric] = {}
-        _take(found, self.door.registry.collect(), {})
+        if not self.several:  # else what all processes have written is there
+            _take(found, self.door.registry.collect(), {})
         for (name, version), own in self.models.items():
-            own.count()
-            metrics = chain(own.registry.collect(), own.gauges.collect())
+            metrics = chain([] if self.several else own.registry.collect(), own.gauges.collect())
             labels = {"model": name, "version": version}
             _take(found, (metric for metric in metrics if metric.name not in OF_DOOR), labels)
         yield from found.values()

@@ -104,6 +104,10 @@ class Monitor:
         """Keep the scores [N, T] of the request ``ident`` for its labels."""
         self.mine.keep(ident, scores)
 
+    def knows(self, ident: str) -> bool:
+        """Whether the scores of the request ``ident`` are kept, by any worker."""
+        return any(own.find(ident) is not None for own in self._windows())
+
     async def labelled(self, body: bytes) -> dict[str, int]:
         """Join the labels in ``body`` with the scores that are kept, all of them or none. How many requests
         were ``joined``, ``unknown`` (never seen here, or no longer kept), or joined ``again``, which changes

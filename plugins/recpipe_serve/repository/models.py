@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from starlette.applications import Starlette
 
 from recpipe.answers.score import DIGEST
 from recpipe.errors import UserError, shown
+from recpipe_serve.batching.statistics import SHARED
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused
 from recpipe_serve.http.acceptor import Acceptor
@@ -22,37 +26,47 @@ from recpipe_serve.http.metrics import DoorMetrics
 from recpipe_serve.http.several import together
 from recpipe_serve.http.surface import Surface
 from recpipe_serve.models import READY, UNAVAILABLE, ServedModels, entry
+from recpipe_serve.repository.counted import SharedRouted
+from recpipe_serve.repository.labels import join
 from recpipe_serve.repository.layout import ModelFolder, Routes, read_model, read_repository
 from recpipe_serve.repository.shadow import Shadow
 from recpipe_serve.repository.turns import Turns
 from recpipe_serve.served import ServedPackage, require_same
 
 log = logging.getLogger("recpipe")
+LOAD, UNLOAD = "load", "unload"
+"""What one worker asks all."""
+YES = "yes"
+UNLOADED = "unloaded.json"
+"""Where workers that start again find which models clients have unloaded."""
 
 
 class Group:
-    """The versions of one model, and where requests without a version go."""
+    """The versions of one model, and where requests without a version go. ``counted``: how many went where,
+    of all workers."""
 
-    def __init__(self, folder: ModelFolder, packages: dict[int, ServedPackage]) -> None:
-        self.name, self.packages = folder.name, packages
+    def __init__(
+        self, folder: ModelFolder, packages: dict[int, ServedPackage], counted: SharedRouted
+    ) -> None:
+        self.name, self.packages, self.counted = folder.name, packages, counted
         self.use(folder.routes)
 
     def use(self, routes: Routes) -> None:
         """Send requests by these ``routes`` from now on; figures of a canary and a shadow begin anew where
         they change."""
         for package in self.packages.values():
-            package.server.mirror, package.server.routes = None, self.told
-            package.server.batcher.beside = False
+            server = package.server
+            server.mirror, server.routes, server.join = None, self.told, partial(self._join, server)
+            server.batcher.beside = False
         self.routes = routes
         self.primary = self.packages[routes.version].server
         self._canary = self._shadow = None
-        self.by = dict.fromkeys(self.packages, 0)
-        """Requests without a version, by the one that answered them."""
+        self.counted.begin(repr(routes))
         if routes.canary is not None:
             self._canary = self.packages[routes.canary.version].server, Turns(routes.canary.share)
         if routes.shadow is not None:
             server = self.packages[routes.shadow.version].server
-            self._shadow = Shadow(self.primary, server, routes.shadow.share)
+            self._shadow = Shadow(self.primary, server, routes.shadow.share, self.counted)
             self.primary.mirror = self._shadow.saw
 
     def chosen(self) -> Server:
@@ -60,41 +74,75 @@ class Group:
         server = self.primary
         if self._canary is not None and self._canary[1].take():
             server = self._canary[0]
-        self.by[int(server.version)] += 1
+        self.counted.own.by[int(server.version)] += 1
         return server
 
     def infer(self, request: IncomingRequest) -> None:
         """Answer a request without a version."""
         self.chosen().infer(request)
 
+    async def _join(self, own: Server, body: bytes) -> dict[str, int]:
+        """Take the labels that came to one version, of requests that any of them answered."""
+        shadow = None if self._shadow is None else self._shadow.server
+        servers = [self.packages[number].server for number in sorted(self.packages)]
+        answering = [server for server in servers if server is not own and server is not shadow]
+        return await join(own, answering, None if shadow is own else shadow, body)
+
     def told(self) -> dict[str, Any]:
-        """Where requests go, for people."""
-        canary = self.routes.canary
+        """Where requests go, and how well each version does, for people. In some milliseconds for each
+        version; any thread may ask."""
+        figures = {str(n): _figures(self.packages[n].server) for n in sorted(self.packages)}
+        return {**self.routed(), "figures": figures}
+
+    def routed(self) -> dict[str, Any]:
+        """Where requests go."""
+        canary, counted = self.routes.canary, self.counted.all()
         return {
             "name": self.name,
             "version": self.routes.version,
             "versions": sorted(self.packages),
-            "requests": {str(version): count for version, count in self.by.items() if count},
+            "requests": {str(version): count for version, count in sorted(counted.by.items()) if count},
             "canary": canary and {"version": canary.version, "share": canary.share},
-            "shadow": self._shadow and self._shadow.told(),
+            "shadow": self._shadow and self._shadow.told(counted),
         }
 
 
-class Repository(ServedModels[Server]):
-    """All models in ``directory``, served by this process as ``config`` says."""
+def _figures(server: Server) -> dict[str, Any]:
+    """Of a version, by its outputs: the mean prediction, how many labelled samples there are, and what they
+    say, all of its monitor's latest samples."""
+    figures = server.monitor.compared().figures
+    labels = figures["labels"]
+    found: dict[str, Any] = {}
+    for name in server.outputs:
+        quality = {figure: own["value"] for figure, own in labels["tasks"][name].items()}
+        mean = figures["scores"][name]["mean"]["window"]
+        found[name] = {"mean": mean, "labelled": labels["samples"][name], **quality}
+    return found
 
-    def __init__(self, directory: Path, config: ServeConfig) -> None:
-        self.directory, self.config = directory, config
+
+class Repository(ServedModels[Server]):
+    """All models in ``directory``, served by this process as ``config`` says. ``folder``: where the workers
+    of a server, of which this is the one of this ``number``, share what they see, and have the tables' memory
+    in common; None: there is one."""
+
+    def __init__(
+        self, directory: Path, config: ServeConfig, folder: Path | None = None, number: int = 0
+    ) -> None:
+        self.directory, self.config, self._folder, self._number = directory, config, folder, number
         self.metrics = DoorMetrics()
+        self.everywhere: Callable[[str], Awaitable[list[str]]] | None = None
+        """Has all workers do what ``answered`` takes, and gives what each says to it; None: there is one."""
         self.addresses: dict[bytes, Infer] = {}
         """The paths to which requests for scores are posted."""
         self._groups: dict[str, Group] = {}
         self._unloaded: set[str] = set()
         """Models that clients have unloaded, which a reload leaves so."""
         self._alive, self._changing = False, asyncio.Lock()
-        for folder in read_repository(directory).values():
-            packages = {number: self._load(folder, number) for number in folder.routes.served}
-            self._put(folder, packages)
+        if folder is not None and (kept := folder / UNLOADED).is_file():
+            self._unloaded = {*json.loads(kept.read_bytes())}
+        for model in read_repository(directory).values():
+            if model.name not in self._unloaded:
+                self._put(model, {version: self._load(model, version) for version in model.routes.served})
 
     @property
     def models(self) -> ServedModels[Server]:
@@ -103,18 +151,25 @@ class Repository(ServedModels[Server]):
 
     @property
     def described(self) -> str:
-        """What is served, and by how much golden scores differ at most."""
-        served = ", ".join(f"{name} ({told})" for name, told in self._versions().items())
-        return f"{served or 'nothing'} {self.difference:.1e}"
+        """What is served, without blanks, and by how much golden scores differ at most."""
+        served = ",".join(f"{name}({told})" for name, told in self._versions().items())
+        digests = [(*at, own.loaded.package) for at, own in self._packages.items()]
+        digest = blake2b(json.dumps(digests).encode(), digest_size=4).hexdigest()
+        return f"{served.replace(' ', '_') or 'nothing'}-{digest} {self.difference:.1e}"
 
     def _versions(self) -> dict[str, str]:
-        return {name: ", ".join(map(str, sorted(own.packages))) for name, own in self._groups.items()}
+        return {name: ",".join(map(str, sorted(own.packages))) for name, own in sorted(self._groups.items())}
+
+    @property
+    def _packages(self) -> dict[tuple[str, int], ServedPackage]:
+        """All that are served, by name and version."""
+        groups = sorted(self._groups.items())
+        return {(name, n): own.packages[n] for name, own in groups for n in sorted(own.packages)}
 
     @property
     def difference(self) -> float:
         """By how much golden scores differ at most."""
-        packages = [own for group in self._groups.values() for own in group.packages.values()]
-        return max((own.difference for own in packages), default=0.0)
+        return max((own.difference for own in self._packages.values()), default=0.0)
 
     @property
     def ready(self) -> bool:
@@ -123,7 +178,7 @@ class Repository(ServedModels[Server]):
 
     def every(self) -> Sequence[Server]:
         """All versions of all models."""
-        return [own.packages[n].server for own in self._groups.values() for n in sorted(own.packages)]
+        return [own.server for own in self._packages.values()]
 
     def _group(self, name: str) -> Group:
         if name not in self._groups:
@@ -168,20 +223,42 @@ class Repository(ServedModels[Server]):
     async def load(self, name: str) -> None:
         """Serve a model as its directory has it now."""
         self._require_control()
-        async with self._changing:
-            try:
-                await self._take(read_model(self.directory, name))
-            except UserError as fault:
-                raise Refused(400, "not_loaded", str(fault)) from fault
-            self._unloaded.discard(name)
+        await self._everywhere(LOAD, name)
 
     async def unload(self, name: str) -> None:
         """Serve a model no longer; requests that it has are answered."""
         self._require_control()
         self._group(name)
+        await self._everywhere(UNLOAD, name)
+
+    async def _everywhere(self, what: str, name: str) -> None:
+        """Do so in all workers; ``Refused`` if one of them cannot."""
+        asked = f"{what} {name}"
+        said = [await self.answered(asked)] if self.everywhere is None else await self.everywhere(asked)
+        fault = next((own for own in said if own != YES), None)
+        if fault is not None:
+            raise Refused(400, "not_loaded", fault)
+
+    async def answered(self, text: str) -> str:
+        """Load or unload a model in this process, as one of the workers was asked to; what it says to
+        that."""
+        what, _, name = text.partition(" ")
         async with self._changing:
-            self._unloaded.add(name)
-            await self._drop(name)
+            try:
+                if what == LOAD:
+                    await self._take(read_model(self.directory, name))
+                    self._unloaded.discard(name)
+                else:
+                    self._unloaded.add(name)
+                    if name in self._groups:
+                        await self._drop(name)
+            except UserError as fault:
+                return str(fault)
+            if self._folder is not None:
+                beside = self._folder / f"{UNLOADED}.{self._number}"
+                beside.write_text(json.dumps(sorted(self._unloaded)))
+                beside.replace(self._folder / UNLOADED)
+        return YES
 
     def _require_control(self) -> None:
         if not self.config.model_control:
@@ -211,8 +288,18 @@ class Repository(ServedModels[Server]):
         if faults:
             raise faults[0]
 
-    def _load(self, folder: ModelFolder, number: int) -> ServedPackage:
-        return ServedPackage(folder.versions[number], self.config, folder.name, str(number))
+    def _load(self, model: ModelFolder, version: int) -> ServedPackage:
+        own = self._shared(model.name, str(version))
+        place = model.versions[version], self.config, model.name, str(version)
+        return ServedPackage(*place, folder=own, number=self._number, labelled=True)
+
+    def _shared(self, *place: str) -> Path | None:
+        """Where workers share what they see of a model, or of a version."""
+        if self._folder is None:
+            return None
+        found = self._folder.joinpath("models", *place)
+        found.mkdir(parents=True, exist_ok=True)
+        return found
 
     async def _take(self, folder: ModelFolder) -> None:
         """Serve a model as ``folder`` has it: load versions that are new, and those anew that differ."""
@@ -237,7 +324,8 @@ class Repository(ServedModels[Server]):
         self._require_alike(folder, packages)
         before = self._groups.get(folder.name)
         if before is None:
-            self._groups[folder.name] = group = Group(folder, packages)
+            counted = SharedRouted(self._shared(folder.name), self._number)
+            self._groups[folder.name] = group = Group(folder, packages, counted)
         else:
             group = before
             changed = group.packages.keys() != packages.keys() or group.routes != folder.routes
@@ -282,17 +370,27 @@ class Repository(ServedModels[Server]):
         for server in servers:
             server.batcher.tell()
         own = {(server.name, server.version): server.metrics for server in servers}
-        return await asyncio.to_thread(together, self.metrics, own, [g.told() for g in self._groups.values()])
+        routes = [group.routed() for group in self._groups.values()]
+        return await asyncio.to_thread(together, self.metrics, own, routes, self._folder is not None)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         for server in self.every():
             server.start()
         self._alive = True
+        sharing = asyncio.get_running_loop().create_task(self._keep_sharing())
         yield
         self._alive = False
+        sharing.cancel()
         for server in self.every():
             await server.close()
+
+    async def _keep_sharing(self) -> None:
+        """Let other workers see where requests went, again and again."""
+        while self._folder is not None:
+            await asyncio.sleep(SHARED)
+            for group in self._groups.values():
+                group.counted.share()
 
     def begin(self) -> None:
         """Nothing is followed: deltas are of one package."""

@@ -20,16 +20,23 @@ Key = str | int
 Values = Mapping[str, Any]
 
 
+PATIENCE = 5.0
+"""Seconds after which a Redis server that says nothing is taken for gone. Requests wait for ``store_ms``."""
+CONNECTIONS = 64
+"""Most connections to a Redis server."""
+
+
 class StoreFault(Exception):
-    """The store cannot say; the message is for the log."""
+    """The store cannot say, at all or of one key; the message is for the log."""
 
 
 class FeatureSource(ABC):
     """Values by key. All calls come from the event loop's thread."""
 
     @abstractmethod
-    async def get(self, keys: Sequence[Key]) -> list[Values | None]:
-        """The values of each key; None where there are none. ``StoreFault`` if that cannot be said."""
+    async def get(self, keys: Sequence[Key]) -> list[Values | StoreFault | None]:
+        """The values of each key; None where there are none, a fault where what is there cannot be read.
+        ``StoreFault`` if nothing can be said of any."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -42,6 +49,8 @@ class RedisSource(FeatureSource):
     def __init__(self, url: str, prefix: str) -> None:
         try:
             from redis import asyncio as client
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError as fault:
             raise UserError(
                 "store=redis:// needs the package redis: pip install 'recpipe[serve,redis]'"
@@ -50,29 +59,38 @@ class RedisSource(FeatureSource):
 
         self._faults: tuple[type[Exception], ...] = (RedisError, OSError)
         try:
-            self._client: Any = client.from_url(url)  # it connects when it is first asked
+            # It connects when it is first asked. One try more is for connections of a server that was
+            # started anew.
+            self._client: Any = client.from_url(
+                url,
+                socket_timeout=PATIENCE,
+                socket_connect_timeout=PATIENCE,
+                max_connections=CONNECTIONS,
+                retry=Retry(NoBackoff(), 1),
+            )
         except ValueError as fault:
-            raise UserError(f"store={shown(url)} is no address: {fault}") from fault
+            raise UserError(f"store={shown(url.rpartition('@')[2])} is no address: {fault}") from fault
         self._prefix = prefix
 
-    async def get(self, keys: Sequence[Key]) -> list[Values | None]:
+    async def get(self, keys: Sequence[Key]) -> list[Values | StoreFault | None]:
         """See ``FeatureSource``: one call for all."""
+        # JSON may have halves of characters, which UTF-8 has not.
+        named = [f"{self._prefix}{key}".encode(errors="surrogatepass") for key in keys]
         try:
-            texts = await self._client.mget([f"{self._prefix}{key}" for key in keys])
+            texts = await self._client.mget(named)
         except self._faults as fault:
-            raise StoreFault(str(fault)) from fault
+            raise StoreFault(str(fault) or type(fault).__name__) from fault
         return [
             None if text is None else self._read(key, text) for key, text in zip(keys, texts, strict=True)
         ]
 
-    def _read(self, key: Key, text: bytes) -> Values:
+    def _read(self, key: Key, text: bytes) -> Values | StoreFault:
+        named = shown(f"{self._prefix}{key}")
         try:
             found = json.loads(text)
-        except ValueError as fault:
-            raise StoreFault(f"{self._prefix}{key} is no JSON ({shown(fault, 100)})") from fault
-        if not isinstance(found, dict):
-            raise StoreFault(f"{self._prefix}{key} is no JSON object")
-        return found
+        except (ValueError, RecursionError) as fault:
+            return StoreFault(f"{named} is no JSON ({shown(fault, 100)})")
+        return found if isinstance(found, dict) else StoreFault(f"{named} is no JSON object")
 
     async def close(self) -> None:
         """See ``FeatureSource``."""
@@ -127,7 +145,7 @@ class ParquetSource(FeatureSource):
         finally:
             self._reading = None
 
-    async def get(self, keys: Sequence[Key]) -> list[Values | None]:
+    async def get(self, keys: Sequence[Key]) -> list[Values | StoreFault | None]:
         """See ``FeatureSource``: what was read answers until the new file is read."""
         if self._reading is None and self._replaced():
             self._reading = asyncio.create_task(self._read_anew())

@@ -38,10 +38,21 @@ SCORES = np.array([8.0, 852.0])
 class Package:
     """Stands for a served package: its scores are ``score``'s times the version."""
 
-    def __init__(self, directory: Path, config: ServeConfig, name: str, version: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ServeConfig,
+        name: str,
+        version: str,
+        folder: Path | None = None,
+        number: int = 0,
+        labelled: bool = False,
+    ) -> None:
         self.directory, self.difference = directory, 0.0
         self.read()
-        self.server = Server(self.scores, self.loaded.scorer.manifest, name, config, version=version)
+        several = {"several": folder is not None, "folder": folder, "number": number, "labelled": labelled}
+        own = self.scores, self.loaded.scorer.manifest, name, config
+        self.server = Server(*own, version=version, **several)  # type: ignore[arg-type]
 
     def scores(self, *inputs: Any) -> Any:
         return int(self.server.version) * score(*inputs) + self.loaded.more
@@ -270,6 +281,112 @@ def test_clients_load_and_unload_models_where_they_may(
         assert ask(port, "POST", f"{control}/none/unload")[0] == 404
 
 
+def test_labels_find_the_version_that_answered_and_the_shadow_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        put(tmp_path, "ctr", version)
+    routes = "version: 1\ncanary: {version: 2, share: 0.5}\nshadow: {version: 3, share: 1}"
+    (tmp_path / "ctr" / "routes.yaml").write_text(routes)
+    own = "/v2/models/ctr"
+
+    def joined(version: int) -> int:
+        found = page(port, f"{own}/versions/{version}/monitor")["labels"]["requests"]
+        return int(found["joined"])
+
+    with served(tmp_path, monkeypatch) as (port, _):
+        by = {f"r{n}": scored(port, "ctr", body(DENSE, A, B, id=f"r{n}"))[0] for n in range(8)}
+        assert sorted(by.values()) == 4 * ["1"] + 4 * ["2"]
+        for _ in range(500):
+            if page(port, f"{own}/routes")["shadow"]["requests"] == 4:
+                break
+        labels = [{"id": ident, "label": [0, 1]} for ident in (*by, "never")]
+        status, said = ask(port, "POST", f"{own}/labels", json.dumps({"labels": labels}).encode())
+        assert (status, json.loads(said)) == (200, {"joined": 8, "unknown": 1, "again": 0, "samples": 16})
+        assert [joined(version) for version in (1, 2, 3)] == [4, 4, 4]
+        again = json.dumps({"labels": labels[:1]}).encode()
+        assert json.loads(ask(port, "POST", f"{own}/versions/2/labels", again)[1])["again"] == 1
+        figures = page(port, f"{own}/routes")["figures"]
+        assert {version: figures[version]["score"]["labelled"] for version in figures} == dict.fromkeys(
+            "123", 8
+        )
+        assert figures["1"]["score"]["auc"] == 1.0
+        for wrong in (
+            b"{",
+            b'{"labels": [1]}',
+            json.dumps({"labels": [{"id": "r0", "label": [2, 0]}]}).encode(),
+        ):
+            assert ask(port, "POST", f"{own}/labels", wrong)[0] == 400
+
+
+def test_workers_share_figures_labels_and_what_clients_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "ServedPackage", Package)
+    monkeypatch.setattr(models, "SHARED", 0.01)
+    directory, shared = tmp_path / "models", tmp_path / "shared"
+    shared.mkdir()
+    for version in (1, 2, 3):
+        put(directory, "ctr", version)
+    routes = "version: 1\ncanary: {version: 2, share: 0.5}\nshadow: {version: 3, share: 1}"
+    (directory / "ctr" / "routes.yaml").write_text(routes)
+    own, config = "/v2/models/ctr", ServeConfig(model_control=True, workers=2)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @asynccontextmanager
+    async def around() -> AsyncIterator[None]:
+        loops.append(asyncio.get_running_loop())
+        yield
+
+    first, second = workers = [Repository(directory, config, shared, number) for number in (0, 1)]
+    with listening(first, around()) as (one, _), listening(second, around()) as (other, _):
+
+        async def everywhere(text: str) -> list[str]:
+            asked = zip(workers, loops, strict=True)
+            said = [asyncio.run_coroutine_threadsafe(own.answered(text), loop) for own, loop in asked]
+            return [await asyncio.wrap_future(each) for each in said]
+
+        first.everywhere = everywhere
+        by = {}
+        for n, port in enumerate((one, one, other, other, one, other)):
+            by[f"r{n}"] = scored(port, "ctr", body(DENSE, A, B, id=f"r{n}"))[0]
+        answered = {version: list(by.values()).count(version) for version in "12"}
+        for _ in range(500):
+            found = page(other, f"{own}/routes")
+            if (found["requests"], found["shadow"]["requests"]) == (answered, answered["1"]):
+                break
+        assert answered == found["requests"] == {"1": 4, "2": 2}
+        labels = {"labels": [{"id": ident, "label": [0, 1]} for ident in by]}
+        status, said = ask(other, "POST", f"{own}/labels", json.dumps(labels).encode())
+        assert (status, json.loads(said)["joined"]) == (200, 6)
+        figures = page(one, f"{own}/routes")["figures"]
+        assert [figures[version]["score"]["labelled"] for version in "123"] == [8, 4, 8]
+        assert ask(one, "POST", "/v2/repository/models/ctr/unload")[0] == 200
+        assert [ask(port, "GET", own)[0] for port in (one, other)] == [404, 404]
+        assert Repository(directory, config, shared, 0).described.startswith("nothing-")
+        put(directory, "ctr", 4)
+        (directory / "ctr" / "routes.yaml").unlink()
+        assert ask(one, "POST", "/v2/repository/models/ctr/load")[0] == 200
+        assert [scored(port, "ctr")[0] for port in (one, other)] == ["4", "4"]
+        assert first.described == second.described == Repository(directory, config, shared, 0).described
+        put(directory, "ctr", 5, damaged=True)
+        status, said = ask(one, "POST", "/v2/repository/models/ctr/load")
+        assert (status, "is damaged" in json.loads(said)["error"]) == (400, True)
+        assert [scored(port, "ctr")[0] for port in (one, other)] == ["4", "4"]
+
+
+def test_candidates_are_ranked_by_the_version_whose_turn_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "ctr", 1)
+    put(tmp_path, "ctr", 2)
+    (tmp_path / "ctr" / "routes.yaml").write_text("version: 1\ncanary: {version: 2, share: 0.5}")
+    with served(tmp_path, monkeypatch) as (port, _):
+        for _ in range(4):  # it has none, which either says
+            assert ask(port, "POST", "/v2/models/ctr/retrieve", b"{}")[0] == 400
+        assert page(port, "/v2/models/ctr/routes")["requests"] == {"1": 2, "2": 2}
+
+
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
@@ -306,7 +423,7 @@ def test_what_is_a_repository(tmp_path: Path) -> None:
     assert not is_repository(tmp_path / "ctr" / "1")
     (found,) = read_repository(tmp_path).values()
     assert (list(found.versions), found.routes.version, found.routes.served) == ([1, 2], 2, [2])
-    for word in ("workers=2", "follow=.", "name=x", "learn=true", "tune=p95<9ms"):
+    for word in ("follow=.", "name=x", "learn=true", "tune=p95<9ms"):
         with pytest.raises(UserError, match=f"{word.partition('=')[0]}= is of one package"):
             serve_command([str(tmp_path), word])
 

@@ -82,7 +82,7 @@ class Worker:
         folder = Path(os.environ[DIRECTORY]) if several else None
         self.served: ServedPackage | Repository
         if is_repository(directory):
-            self.served = Repository(directory, config)
+            self.served = Repository(directory, config, folder, number)
         else:
             self.served = ServedPackage(
                 directory, config, name, rows=rows, answers=answers, folder=folder, number=number, at=at
@@ -117,7 +117,10 @@ class Worker:
             loop.add_signal_handler(signal.SIGHUP, self._begin)
         else:
             channel.setblocking(False)
-            if isinstance(self.served, ServedPackage) and self.served.follower is not None:
+            if isinstance(self.served, Repository):
+                self._asking = Asking(channel, self.served.answered)
+                self.served.everywhere = self._asking.all
+            elif self.served.follower is not None:
                 self._asking = Asking(channel, partial(answered, self.served.follower))
                 self.served.server.go_to = partial(all_go_to, self._asking)
             loop.add_reader(channel, self._told, channel)
@@ -144,7 +147,7 @@ class Worker:
         from recpipe_serve.grpc.listener import answering, at
         from recpipe_serve.grpc.service import InferenceService
 
-        service = InferenceService(self.served.models, self.observers)
+        service = InferenceService(self.served.models, self.observers, config.traces)
         return answering(service, at(config.host, config.grpc_port), config.body_bytes, config.stop_seconds)
 
     def _told(self, channel: socket.socket) -> None:
@@ -174,11 +177,12 @@ class Worker:
             try:
                 await self.served.reload()
             except UserError as fault:
-                if channel is None:
+                if channel is None or isinstance(self.served, Repository):
                     log.warning("%s; the package before is still served", fault)
                 else:
                     _say(channel, "refused", str(fault))
-                return
+                if channel is None or isinstance(self.served, ServedPackage):
+                    return  # the other models of a repository are served as they are now
             if channel is None:
                 package, _, difference = self.served.described.rpartition(" ")
                 log.info("now serving package %s; golden scores differ by %s", package, difference)
