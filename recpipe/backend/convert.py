@@ -164,8 +164,9 @@ def _interaction(module: Any, chooser: Chooser | None, dense_features: Any, spar
     ):
         part = f"dot {sparse.shape[1]}x{sparse.shape[2]}"
         way = "cpu" if chooser is None else chooser.way(part, len(dense))
-    if way == "loops" and dtype is torch.float32 and not private_api.operators_are_watched():
-        return pair_products(dense, sparse, is_spent(sparse))
+    if way == "loops" and not private_api.operators_are_watched():
+        # Under bfloat16, too: rows and their gradients are float32 anyway, and nothing is rounded on the way.
+        return pair_products(dense.float(), sparse, is_spent(sparse)).to(dense.dtype)
     if way != "plain":
         return interact(dense, sparse, is_padded(sparse))
     return type(module).forward(module, dense, sparse)

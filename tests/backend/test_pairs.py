@@ -142,3 +142,15 @@ def test_torchrec_s_module_is_made_by_them_where_they_were_faster(monkeypatch: p
         assert (found.keys(), seen) == (expected.keys(), [37] if way == "loops" else [])
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=2e-5, atol=4e-6)
+
+
+def test_under_bfloat16_they_round_no_more_than_torch_s_operators() -> None:
+    (dense, rows), found = inputs(5, 16), {}
+    for way in ("plain", "loops"):
+        module = InteractionArch(4)
+        convert(module, {"dot 4x16": {str(torch.get_num_threads()): {"37": way}}}, measured_only=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found[way] = results(lambda x, rows, module=module: module(x.bfloat16(), rows), dense, rows)
+        assert found[way]["out"].dtype == torch.bfloat16
+    assert found["loops"]["rows"].dtype == torch.float32
+    assert 1e-4 < error(found["loops"], dense, rows) < error(found["plain"], dense, rows)
