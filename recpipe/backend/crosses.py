@@ -7,7 +7,6 @@ once, adds the bias on the way and sums up its gradient.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.backend.dense import Gradients, differentiable
-from recpipe.common.loops import compiled, shared_spread
+from recpipe.common.loops import compiled, cut
+from recpipe.common.teams import share_out
 from recpipe.common.timing import phase
 from recpipe.common.vectors import LANES, add, fma, load, mul, splat, store
 
@@ -94,11 +94,8 @@ def _flat(x: torch.Tensor) -> NDArray[np.float32]:
 def _crossed(x_0: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """x_0 * (factor + bias) + x."""
     out, (samples, width) = torch.empty_like(x), x.shape
-    spread = shared_spread(torch.get_num_threads())
-    parts = spread.parts(samples, 1 + LEAST // width)
-    flat = _flat(x_0), _flat(x), _flat(factor), _flat(bias), _flat(out)
-    work = partial(cross_samples, *flat, width)
-    spread.map(work, [part.start for part in parts], [part.stop for part in parts])
+    given = _flat(x_0), _flat(x), _flat(factor), _flat(bias), _flat(out), width
+    share_out(cross_samples, given, cut(samples, 1 + LEAST // width, torch.get_num_threads()))
     return out
 
 
@@ -113,13 +110,12 @@ def _uncrossed(
     """The gradients of ``factor`` and ``bias``; that of x_0 is added to ``to_x_0``, which has nothing yet if
     this is the ``first`` layer."""
     to_factor, (samples, width) = torch.empty_like(factor), factor.shape
-    spread = shared_spread(torch.get_num_threads())
-    parts = spread.parts(samples, 1 + LEAST // width)
-    sums = torch.zeros(len(parts), width)
+    ends = cut(samples, 1 + LEAST // width, torch.get_num_threads())
+    sums = torch.zeros(len(ends) - 1, width)
     given = _flat(gradient), _flat(x_0), _flat(factor), _flat(bias)
-    work = partial(differentiate_cross, *given, _flat(to_x_0), _flat(to_factor), width, first)
-    spread.map(work, [part.start for part in parts], [part.stop for part in parts], map(_flat, sums))
-    return to_factor, sums[0] if len(parts) == 1 else sums.sum(0)
+    made = _flat(to_x_0), _flat(to_factor), _flat(sums)
+    share_out(differentiate_cross, (*given, *made, width, first, np.array(ends)), ends)
+    return to_factor, sums[0] if len(sums) == 1 else sums.sum(0)
 
 
 @compiled
@@ -153,15 +149,19 @@ def differentiate_cross(
     bias: NDArray[np.float32],
     to_x_0: NDArray[np.float32],
     to_factor: NDArray[np.float32],
+    to_bias: NDArray[np.float32],
     width: int,
     first: bool,
+    ends: NDArray[np.int64],
     low: int,
     high: int,
-    to_bias: NDArray[np.float32],
 ) -> None:
-    """The gradients of ``cross_samples`` of samples [low, high): written into ``to_factor``, added to
-    ``to_x_0`` (written if ``first``), and added up in ``to_bias`` [``width``], which has zeros."""
-    whole = width // LANES * LANES
+    """The gradients of ``cross_samples`` of samples [low, high), one of the parts with these ``ends``:
+    written into ``to_factor``, added to ``to_x_0`` (written if ``first``), and added up in the part's own
+    numbers of ``to_bias`` [parts * ``width``], which has zeros."""
+    whole, own = width // LANES * LANES, 0
+    while ends[own // width] != low:
+        own += width
     sums = np.empty(width + LANES, np.float32)
     for start in range(low, high, BLOCK):
         sums[:] = 0.0
@@ -181,4 +181,4 @@ def differentiate_cross(
                 to_x_0[at + d] = so_far + gradient[at + d] * (factor[at + d] + bias[d])
                 sums[d] += one
         for d in range(width):
-            to_bias[d] += sums[d]
+            to_bias[own + d] += sums[d]

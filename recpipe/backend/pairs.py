@@ -12,8 +12,6 @@ Samples depend on no other one, so that their bits do not depend on the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,8 @@ from numpy.typing import NDArray
 
 from recpipe import private_api
 from recpipe.backend.dense import differentiable, plain_interaction
-from recpipe.common.loops import compiled, has_wide_registers, shared_spread
+from recpipe.common.loops import compiled, cut, has_wide_registers
+from recpipe.common.teams import share_out
 from recpipe.common.timing import phase
 from recpipe.common.vectors import BLOCK, LANES, fma, load, mul, splat, spread, store, transpose
 
@@ -55,8 +54,8 @@ def _products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     batch, features, dim = rows.shape
     count = 1 + features
     out = torch.empty(batch, dim + count * features // 2)
-    given = (*_flat(dense), *_flat(rows), out.view(-1).numpy(), count, dim)
-    _by_threads(partial(multiply_pairs, *given, has_wide_registers()), batch)
+    given = (*_flat(dense), *_flat(rows), out.view(-1).numpy(), count, dim, has_wide_registers())
+    share_out(multiply_pairs, given, _ends(batch))
     return out
 
 
@@ -72,8 +71,8 @@ def _gradients(
     if not spent or not rows[0].is_contiguous():
         to_rows = torch.empty(batch, room + features * dim)[:, room:].view(rows.shape)
     given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
-    made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim)
-    _by_threads(partial(differentiate_pairs, *given, *made, has_wide_registers()), batch)
+    made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim, has_wide_registers())
+    share_out(differentiate_pairs, given + made, _ends(batch))
     return to_dense, to_rows
 
 
@@ -104,11 +103,10 @@ def _flat(x: torch.Tensor) -> tuple[Floats, int]:
     return x.as_strided(((len(x) - 1) * apart + size,), (1,)).numpy(), apart
 
 
-def _by_threads(work: Callable[[int, int], None], samples: int) -> None:
-    """``work`` on all samples, as many at a time as torch's operators have threads here."""
-    spread = shared_spread(torch.get_num_threads())
-    parts = spread.parts(samples, LEAST)
-    spread.map(work, [part.start for part in parts], [part.stop for part in parts])
+def _ends(samples: int) -> list[int]:
+    """Those of the parts of samples that threads take, of which there are as many as torch's operators have
+    here."""
+    return cut(samples, LEAST, torch.get_num_threads())
 
 
 @compiled

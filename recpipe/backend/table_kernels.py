@@ -57,7 +57,7 @@ def _kind(tables: TableSet) -> tuple[int, str, bool, DataType]:
 def choose_kernels(tables: ModelTables, chooser: Chooser | None) -> None:
     """Let each group's tables be looked up as ``chooser`` says; None: all by FBGEMM."""
     for group in tables.groups:
-        group.tables.kernel.faster, group.tables.kernel.threads = None, torch.get_num_threads()
+        group.tables.kernel.faster = None
     for own, part in table_parts(tables):
         if chooser is not None:
             own.kernel.faster = partial(_loops_are_faster, chooser, part)
@@ -82,7 +82,6 @@ class TableStep:
         each = tuple(Table(n, rows, (n,), first) for n in names)
         tables = TableSet(each, dim, own, 0, weighted=WEIGHTED in more, storage=storage)
         self.kernel: Kernel = tables.kernel
-        self.kernel.threads = torch.get_num_threads()
         collection = ResidentCollection(tables, torch.device("cpu"), padded=False)
         (self._tbe,) = collection.tbes
         self._ids = torch.randint(rows, (features * lookups,))

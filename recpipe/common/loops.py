@@ -94,6 +94,38 @@ def load(*loops: Callable[..., Any]) -> None:
         cast(_Loop, loop).load()
 
 
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether it is a ``compiled`` loop."""
+    return isinstance(function, _Loop)
+
+
+def machine_code(loop: Callable[..., Any]) -> Any:
+    """numba's form of a ``compiled`` loop."""
+    return cast(_Loop, loop).made
+
+
+def keeping_code(make: Callable[[bool], T]) -> T:
+    """What ``make`` makes of numba's, told whether numba is to keep the machine code: in a folder that nobody
+    else can write, if there is one."""
+    numba = _numba()
+    folder = _folder(os.environ.get(NUMBA), user_cache_dir())
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = folder or before
+    try:
+        with private_files():
+            return make(folder is not None)
+    except RuntimeError:  # the disk is full
+        return make(False)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def cut(length: int, least: int, most: int) -> list[int]:
+    """The ends, 0 the first, of at most ``most`` parts of [0, ``length``) of ``least`` elements or more."""
+    count = max(1, min(most, length // least))
+    return [length * part // count for part in range(count + 1)]
+
+
 class _Loop:
     def __init__(self, loop: Callable[..., Any]) -> None:
         self.loop = loop
@@ -112,15 +144,7 @@ class _Loop:
         if numba.config.DISABLE_JIT:  # numba's own switch, for debugging: loops stay Python
             return self.loop
         loop = _with_its_functions(cast(FunctionType, self.loop))
-        folder = _folder(os.environ.get(NUMBA), user_cache_dir())
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = folder or before
-        try:
-            return numba.njit(loop, nogil=True, cache=folder is not None)
-        except RuntimeError:  # the disk is full
-            return numba.njit(loop, nogil=True)
-        finally:
-            numba.config.CACHE_DIR = before
+        return keeping_code(lambda kept: numba.njit(loop, nogil=True, cache=kept))
 
     def load(self) -> bool:
         """Make it ready for arguments of the types that its annotations say; whether that was found on
@@ -226,8 +250,7 @@ class Spread:
 
     def parts(self, length: int, least: int | None = None) -> list[slice]:
         """[0, ``length``) in parts of ``least`` (``LEAST``) elements or more, at most one for each thread."""
-        count = max(1, min(self.count, length // (LEAST if least is None else least)))
-        ends = [length * part // count for part in range(count + 1)]
+        ends = cut(length, LEAST if least is None else least, self.count)
         return [slice(*pair) for pair in pairwise(ends)]
 
     def map(self, work: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:

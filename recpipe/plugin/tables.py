@@ -250,8 +250,6 @@ class Kernel:
 
     faster: Callable[[], bool] | None = None
     """Whether loops are faster; None: FBGEMM does all."""
-    threads: int = 1
-    """How many threads loops share their work among, in steps that leave the other cores idle meanwhile."""
 
     @property
     def by_loops(self) -> bool:

@@ -9,7 +9,7 @@ nothing with ``sgd``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torchrec.modules.embedding_configs import DataType
 
 from recpipe import private_api
-from recpipe.common.loops import shared_spread
+from recpipe.common.loops import cut
+from recpipe.common.teams import share_out
 from recpipe.plugin.tables import TableSet
 from recpipe.tables.fused_update import KINDS, update_rows
 from recpipe.tables.pooling import pool_rows
@@ -71,11 +72,10 @@ class Loops:
         features = len(self._bases)
         samples = (len(offsets) - 1) // features
         out = torch.empty(samples, features * self._dim)
-        spread = shared_spread(self.kernel.threads)
-        parts = spread.parts(samples, 1 + LEAST * samples // max(1, len(indices) * self._dim))
-        given = (self._weights, self._bases, indices.numpy(), offsets.numpy(), _array(factors))
-        pool = partial(pool_rows, *given, out.view(-1).numpy(), self._dim)
-        spread.map(pool, [part.start for part in parts], [part.stop for part in parts])
+        least = 1 + LEAST * samples // max(1, len(indices) * self._dim)
+        ids = indices.numpy(), offsets.numpy(), _array(factors)
+        given = (self._weights, self._bases, *ids, out.view(-1).numpy(), self._dim)
+        share_out(pool_rows, given, cut(samples, least, torch.get_num_threads()))
         return out
 
     def update(
@@ -85,18 +85,17 @@ class Loops:
         factors: torch.Tensor | None,
         gradient: torch.Tensor,
         rate: float,
+        threads: int,
     ) -> None:
         """One step of each row that was looked up, by the sum of its bags' ``gradient`` [B, F * D]."""
-        update = partial(
-            update_rows,
+        given = (
             *(self._kind, knobs_of(self.own, rate), self._weights, self._state),
             *(self._bases, self._states, self.table_of, indices.numpy(), offsets.numpy()),
             *(_array(factors), gradient.contiguous().view(-1).numpy(), self._dim),
         )
-        spread = shared_spread(self.kernel.threads)
-        count = len(spread.parts(len(indices) * self._dim, LEAST))
-        cuts = self._cuts(offsets, count) if count > 1 else [0, len(self._bases)]
-        spread.map(update, cuts[:-1], cuts[1:])
+        count = len(cut(len(indices) * self._dim, LEAST, threads)) - 1
+        ends = self._cuts(offsets, count) if count > 1 else [0, len(self._bases)]
+        share_out(update_rows, given, ends)
 
     def _cuts(self, offsets: torch.Tensor, count: int) -> list[int]:
         """The ends of at most ``count`` parts of the features with about as many lookups each, between
@@ -169,7 +168,12 @@ def _by_loops(
 
 
 class _ByLoops(torch.autograd.Function):
-    """A lookup whose backward pass updates the rows. The anchor makes autograd call it."""
+    """A lookup whose backward pass updates the rows. The anchor makes autograd call it.
+
+    Both use as many threads as torch's operators have at the lookup, which is one where other cores train
+    parts of the batch meanwhile. The backward pass itself always has one. In another thread than the lookup's
+    the update is beside other work, and one thread makes it.
+    """
 
     @staticmethod
     def forward(
@@ -182,11 +186,12 @@ class _ByLoops(torch.autograd.Function):
     ) -> torch.Tensor:
         own = None if factors is None else factors.detach().float().contiguous()
         lookups = (indices.long().contiguous(), offsets.long().contiguous(), own)
-        ctx.call = (tbe, *lookups)
+        ctx.call, ctx.threads, ctx.thread = (tbe, *lookups), torch.get_num_threads(), get_ident()
         return tbe.loops.look_up(*lookups)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         tbe, *lookups = ctx.call
-        tbe.loops.update(*lookups, gradient, tbe.get_learning_rate())
+        threads = ctx.threads if ctx.thread == get_ident() else 1
+        tbe.loops.update(*lookups, gradient, tbe.get_learning_rate(), threads)
         return None, None, None, None, None

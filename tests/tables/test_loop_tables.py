@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import DataType
 from recpipe.backend import build, calibrate
 from recpipe.backend.chain import Chooser
 from recpipe.backend.table_kernels import choose_kernels, table_parts
+from recpipe.common.device import using_threads
 from recpipe.plugin.averaging import Averaging
 from recpipe.plugin.tables import OPTIMIZERS, SparseFeature, TableOptimizer, TableSet
 from recpipe.private_api import TorchDispatchMode
@@ -144,9 +145,9 @@ def test_threads_share_the_work_to_the_same_bits(monkeypatch, kind: Kind, update
     dumps, calls = [], []
     for threads in (1, 2, 3):
         tables = by_loops(kind.tables("adam" if kind is WEIGHTED else "rowwise_adagrad"))
-        tables.kernel.threads = threads
         made = ResidentCollection(tables, CPU)
-        train_on(made, kind, batches())
+        with using_threads(threads):
+            train_on(made, kind, batches())
         dumps.append(dump(made))
         calls.append(len(updates))
         updates.clear()
