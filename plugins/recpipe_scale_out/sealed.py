@@ -10,8 +10,6 @@ shard0/
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
@@ -20,8 +18,7 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from recpipe.answers import score
-from recpipe.answers.manifest import PrivateKey, read_sealed
-from recpipe.common.files import sync
+from recpipe.answers.manifest import PrivateKey, read_sealed, write_sealed
 from recpipe.common.validation import STRICT, Count, Positive, one_of
 from recpipe.errors import UserError
 
@@ -119,24 +116,5 @@ def read_shard(directory: Path, trust: Path | None = None) -> Content:
 def write_shard(directory: Path, content: Mapping[str, Any], key: PrivateKey | None = None) -> None:
     """Write shard.json with the digest of every other file in ``directory``, its own digest, and its
     signature by ``key``; all of it is on the disk on return."""
-    for name in (MANIFEST, DIGEST, SIGNATURE):
-        (directory / name).unlink(missing_ok=True)
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    digests = {}
-    for file in files:
-        with file.open("rb") as stream:
-            digests[file.relative_to(directory).as_posix()] = hashlib.file_digest(
-                stream, "sha256"
-            ).hexdigest()
-    told = {"format": FORMAT, "schema": 1, **content, "files": digests}
-    text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False).encode()
-    (directory / MANIFEST).write_bytes(text)
-    (directory / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
-    if key is not None:
-        (directory / SIGNATURE).write_bytes(key.sign(text))
-    for file in directory.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)  # the server may be another user
-            sync(file)
-    for folder in {file.parent for file in files} | {directory}:
-        sync(folder)
+    told = {"format": FORMAT, "schema": 1, **content}
+    write_sealed(directory, (MANIFEST, DIGEST, SIGNATURE), told, key)

@@ -20,8 +20,6 @@ twice or is of another chain is refused. A directory has its name once it is who
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,7 +36,7 @@ from typing_extensions import TypedDict
 
 from recpipe.answers import score
 from recpipe.answers.effects import Coefficients
-from recpipe.answers.manifest import PrivateKey, read_sealed
+from recpipe.answers.manifest import PrivateKey, read_sealed, write_sealed
 from recpipe.common.files import sync
 from recpipe.common.tensors import save_tensors
 from recpipe.common.validation import STRICT, Count, Positive, one_of
@@ -344,21 +342,9 @@ def write_delta(folder: Path, before: Version, change: Change, key: PrivateKey |
     partial = folder / f"{PARTIAL}{sequence:08d}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        content = _write(partial, before, change)
-        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode()
-        digest = hashlib.sha256(text).hexdigest()
-        (partial / MANIFEST).write_bytes(text)
-        (partial / DIGEST).write_text(f"{digest}  {MANIFEST}\n")
-        if key is not None:
-            (partial / SIGNATURE).write_bytes(key.sign(text))
-        folders = {partial}
-        for file in partial.rglob("*"):
-            if file.is_dir():
-                folders.add(file)
-            else:
-                sync(file)
-        for each in folders:
-            sync(each)
+        content: Content
+        told = _write(partial, before, change)
+        content, digest = write_sealed(partial, (MANIFEST, DIGEST, SIGNATURE), told, key)
         partial.rename(final)
         sync(folder)
     except OSError:
@@ -367,8 +353,8 @@ def write_delta(folder: Path, before: Version, change: Change, key: PrivateKey |
     return Delta(final, content, digest)
 
 
-def _write(partial: Path, before: Version, change: Change) -> Content:
-    """Write all files but the manifest, whose content is returned."""
+def _write(partial: Path, before: Version, change: Change) -> dict[str, Any]:
+    """Write all files but the manifest, whose content is returned, without the files' digests."""
     partial.mkdir()
     tables: dict[str, _Rows] = {}
     maps: dict[str, _Ids] = {}
@@ -401,11 +387,7 @@ def _write(partial: Path, before: Version, change: Change) -> Content:
             "now": changed.now,
             "figures": asdict(changed.figures),
         }
-    files = {}
-    for path in sorted(file for file in partial.rglob("*") if file.is_file()):
-        with path.open("rb") as stream:
-            files[path.relative_to(partial).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
-    content: Content = {
+    content: dict[str, Any] = {
         "format": "recpipe delta",
         "schema": 2 if effects else 1,
         "base": before.base,
@@ -418,7 +400,6 @@ def _write(partial: Path, before: Version, change: Change) -> Content:
         "maps": maps,
         "dense": DENSE if change.dense else None,
         "left_out": dict(change.left_out),
-        "files": files,
     }
     if effects:
         content |= {"effects": effects, "learnt": change.learnt}

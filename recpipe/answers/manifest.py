@@ -116,29 +116,12 @@ def write_manifest(
 ) -> dict[str, Any]:
     """Write manifest.json with the digest of every other file in ``directory``, then its own digest, and its
     signature by ``key``."""
-    for name in (MANIFEST, DIGEST, SIGNATURE):
-        (directory / name).unlink(missing_ok=True)
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    digests = {}
-    for file in files:
-        with file.open("rb") as stream:
-            digests[str(file.relative_to(directory))] = hashlib.file_digest(stream, "sha256").hexdigest()
     schema = WITH_MAPS if "maps" in content else SCHEMA
     schema = WITH_EFFECTS if "effects" in content else schema
     schema = WITH_SHARDS if SHARDS in content else schema
-    manifest = {"format": FORMAT, "schema": schema, **content, "files": digests}
-    text = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode()
-    (directory / MANIFEST).write_bytes(text)
-    # As sha256sum writes and checks it.
-    (directory / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
-    if key is not None:
-        (directory / SIGNATURE).write_bytes(key.sign(text))
-        files.append(directory / SIGNATURE)
-    for file in (*files, directory / MANIFEST, directory / DIGEST):
-        file.chmod(0o644)  # the server may be another user
-        sync(file)
-    for folder in {file.parent for file in files} | {directory}:
-        sync(folder)
+    told = {"format": FORMAT, "schema": schema, **content}
+    manifest: dict[str, Any]
+    manifest, _ = write_sealed(directory, (MANIFEST, DIGEST, SIGNATURE), told, key)
     return manifest
 
 
@@ -370,6 +353,41 @@ class Content(TypedDict):
     effects: NotRequired[list[_Effect]]
     shards: NotRequired[_Shards]
     last_layer: NotRequired[Positive]
+
+
+def write_sealed(
+    directory: Path, names: tuple[str, str, str], content: Mapping[str, Any], key: PrivateKey | None = None
+) -> tuple[Any, str]:
+    """Write the manifest of a ``directory``: ``content``, and as its ``files`` the digest of every other file
+    there. Returns it, and its own digest.
+
+    ``names``: see ``read_sealed``; the signature is by ``key``, None: there is none. All of the directory is
+    on the disk on return, and can be read by everybody: the server may be another user.
+    """
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    digests = {}
+    for file in files:
+        with file.open("rb") as stream:
+            own = hashlib.file_digest(stream, "sha256").hexdigest()
+        digests[file.relative_to(directory).as_posix()] = own
+    told = {**content, "files": digests}
+    text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    found = hashlib.sha256(text).hexdigest()
+    manifest, digest, signature = (directory / name for name in names)
+    manifest.write_bytes(text)
+    digest.write_text(f"{found}  {manifest.name}\n")  # as sha256sum writes and checks it
+    written = [manifest, digest]
+    if key is not None:
+        signature.write_bytes(key.sign(text))
+        written.append(signature)
+    for file in (*files, *written):
+        file.chmod(0o644)
+        sync(file)
+    for folder in {file.parent for file in files} | {directory}:
+        sync(folder)
+    return told, found
 
 
 def read_sealed(
