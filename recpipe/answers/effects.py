@@ -17,6 +17,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,19 +114,25 @@ def write_effects(folder: Path, learnt: Learnt, write: Callable[[Path], None]) -
 
 def newest_effects(directory: Path) -> tuple[Path, Learnt]:
     """The newest whole folder of a run's ``directory``, or ``directory`` if it is such a folder itself, and
-    what it says; ``UserError`` if there is none, or if it is damaged."""
+    what it says; ``UserError`` if there is none, or if it is damaged. The run may be writing newer ones."""
     directory = directory.expanduser()
-    if not (directory / ABOUT).is_file():
-        found = sorted(file.parent for file in directory.glob(f"{FOLDER}/[0-9]*/{ABOUT}"))
-        if not found:
-            raise UserError(
-                f"{directory} has no coefficients of entities: name the directory of a task=lambda run"
-            )
-        directory = found[-1]
+    with suppress(FileNotFoundError):
+        return directory, _said_by(directory / ABOUT)
+    before = list[Path]()
+    while (folders := sorted(directory.glob(f"{FOLDER}/[0-9]*"))) != before:
+        before = folders
+        with suppress(FileNotFoundError):  # a newer one may have taken its place since
+            return folders[-1], _said_by(folders[-1] / ABOUT)
+    raise UserError(f"{directory} has no coefficients of entities: name the directory of a task=lambda run")
+
+
+def _said_by(file: Path) -> Learnt:
     try:
-        return directory, typed_as(Learnt, read_json(directory / ABOUT))
+        return typed_as(Learnt, read_json(file))
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as fault:
-        raise UserError(f"{directory / ABOUT} is damaged ({fault}): name another run") from fault
+        raise UserError(f"{file} is damaged ({fault}): name another run") from fault
 
 
 def takes_last_layer(run: Path) -> bool:
@@ -139,19 +146,26 @@ def packaged_effects(
     """Put the newest effects of ``run`` into the package ``folder`` of ``checkpoint``; returns what its
     manifest, which has ``content``, says of them. ``UserError`` if they were learnt over another model, or if
     a server could not give them their inputs."""
-    directory, learnt = newest_effects(run)
-    if checkpoint is None or learnt.model != identity(checkpoint):
-        raise UserError(
-            f"effects={run}: these coefficients correct {learnt.checkpoint}: package that one with them"
-        )
-    (folder / FOLDER).mkdir()
-    each = []
-    for own in learnt.effects:
-        files = {end: f"{FOLDER}/{quote(own.entity, safe='')}.{end}" for end in ("ids", "safetensors")}
-        for name in files.values():
-            shutil.copyfile(directory / Path(name).name, folder / name)
-        each.append({**asdict(own), "ids": files["ids"], "file": files["safetensors"]})
-    shutil.copyfile(directory / ABOUT, folder / FOLDER / ABOUT)
+    while True:
+        directory, learnt = newest_effects(run)
+        if checkpoint is None or learnt.model != identity(checkpoint):
+            raise UserError(
+                f"effects={run}: these coefficients correct {learnt.checkpoint}: package that one with them"
+            )
+        (folder / FOLDER).mkdir(exist_ok=True)
+        each = []
+        for own in learnt.effects:
+            files = {end: f"{FOLDER}/{quote(own.entity, safe='')}.{end}" for end in ("ids", "safetensors")}
+            each.append({**asdict(own), "ids": files["ids"], "file": files["safetensors"]})
+        names = [Path(name).name for own in each for name in _files(own)]
+        try:
+            for name in (*names, ABOUT):
+                shutil.copyfile(directory / name, folder / FOLDER / name)
+        except FileNotFoundError as fault:  # the run may have written newer ones since
+            if newest_effects(run)[0] == directory:
+                raise UserError(f"effects={run}: {fault.filename} is missing: name another run") from fault
+        else:
+            break
     try:
         check_effects(
             folder, {**content, "effects": each, "files": {n: "" for own in each for n in _files(own)}}

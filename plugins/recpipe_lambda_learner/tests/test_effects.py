@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from recpipe_lambda_learner.rows import Keeping
 
 from recpipe.answers.effects import Learnt, LearntEffect, newest_effects, write_effects
 from recpipe.common.loops import Spread
+from recpipe.common.saved import read_json
 from recpipe.errors import UserError
 
 WIDTH, HOW = 3, Learning(ridge=2.0, keep=0.9)
@@ -135,6 +137,28 @@ def learn_and_save(folder: Path, last: int) -> Effects:
             effects.learn([seen], *rest)
             write_effects(folder / "effects", Learnt(**{**vars(LEARNT), "number": number}), effects.save)
     return effects
+
+
+def test_the_newest_state_is_found_while_newer_ones_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the last one, the run has written the next before one that was found is read."""
+
+    def write(number: int) -> None:
+        write_effects(tmp_path / "effects", replace(LEARNT, number=number), lambda folder: None)
+
+    def read(file: Path) -> object:
+        if file.parent.name in ("000000001", "000000002"):
+            write(int(file.parent.name) + 1)
+        return read_json(file)
+
+    write(1)
+    monkeypatch.setattr("recpipe.answers.effects.read_json", read)
+    directory, learnt = newest_effects(tmp_path)
+    assert (directory.name, learnt.number) == ("000000003", 3)
+    (directory / "effects.json").unlink()
+    with pytest.raises(UserError, match="no coefficients of entities"):
+        newest_effects(tmp_path)
 
 
 @pytest.mark.soak
