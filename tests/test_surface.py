@@ -13,7 +13,7 @@ import recpipe
 from recpipe import kit, plugin
 from tests.processes import ROOT
 
-API = (2, 12)
+API = (2, 13)
 PUBLIC = ("recpipe", "recpipe.kit", "recpipe.plugin", "recpipe.testing")
 CONTRIBUTION = {
     "order": "EpochOrder | None",
@@ -56,7 +56,10 @@ KINDS = {
     "Plugin": ["contribute"],
     "ModelQuantizer": ["quantize"],
     "RowServer": ["alone", "close", "counted", "followed", "scorer"],
-    "AnswerServer": ["begin", "changed", "close", "completed", "counted", "find", "keep", "lacking", "told"],
+    "AnswerServer": [
+        *("begin", "changed", "close", "completed", "counted", "find", "keep", "lacking", "learning"),
+        *("learnt", "told"),
+    ],
 }
 EXPORTS = [
     "Context",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from time import monotonic
 from typing import Any, Literal
@@ -22,6 +22,11 @@ from recpipe_answer_cache.keys import Keys
 
 Why = Literal["miss", "refresh", "audit"]
 Ids = NDArray[np.int64]
+HELD = np.iinfo(np.int64).max
+"""In the place of a version: answers are others soon."""
+SLOTS = 16
+"""Bits of a key by which it is told when its answers have changed last: of two with the same, both have."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass
@@ -90,6 +95,8 @@ class Cache(InFront):
             )
         )
         self._version, self._random = 0, Random(0)
+        self._held = False
+        """Whether no request is answered from here, since any answer may be another one soon."""
         self.counts = Counts()
         self._manifest: Mapping[str, Any] | None = None
         self.begin(manifest)
@@ -97,10 +104,7 @@ class Cache(InFront):
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Forget all answers: the package with this ``manifest`` answers from now on. If it is equal, another
         version of the same package does, for which the setting is as good as it was."""
-        self._version += 1
-        self._changed: dict[int, Ids] = {}
-        """Of features whose rows have changed since, by their places, the version in which each row did."""
-        self.forget()
+        self._forget_all()
         if manifest == self._manifest:
             self.controller.go_on()
             return
@@ -111,14 +115,49 @@ class Cache(InFront):
 
     def changed(self, ids: Mapping[int, Ids]) -> None:
         """Another version of the package answers from now on, by which answers differ for requests with one
-        of these ``ids`` of a feature at this place alone."""
-        assert self._manifest is not None
+        of these ``ids`` of a feature at this place alone: rows, or keys where the feature has a map."""
         self._version += 1
+        self._mark(ids, self._version)
+
+    def learning(self, ids: Mapping[int, Ids] | None) -> None:
+        """Answer nothing to requests with one of these ``ids``, see ``changed``, until ``learnt``, nor know
+        any of their candidates; None: to none."""
+        self._held = ids is None
+        self._mark(ids or {}, HELD)
+
+    def learnt(self, ids: Mapping[int, Ids] | None) -> None:
+        """Answers differ for requests with one of these ``ids``, those that were held back among them; None:
+        for any."""
+        self._held = False
+        if ids is None:
+            self._forget_all()
+        else:
+            self.changed(ids)
+
+    def _forget_all(self) -> None:
+        self._version += 1
+        self._changed: dict[int, Ids] = {}
+        """Of features whose rows have changed since, by their places, the version in which each row did; of
+        keys see ``SLOTS``."""
+        self.forget()
+
+    def _mark(self, ids: Mapping[int, Ids], version: int) -> None:
+        """Note that what there is of these ``ids`` is of before this ``version``."""
+        assert self._manifest is not None
         for place, own in ids.items():
-            rows = self._manifest["sparse"][place]["rows"]
+            about = self._manifest["sparse"][place]
+            count = 1 << SLOTS if "map" in about else about["rows"]
             if place not in self._changed:
-                self._changed[place] = np.zeros(rows, np.int64)
-            self._changed[place][own[(own >= 0) & (own < rows)]] = self._version
+                self._changed[place] = np.zeros(count, np.int64)
+            slots = self._slots(place, own)
+            self._changed[place][slots[(slots >= 0) & (slots < count)]] = version
+
+    def _slots(self, place: int, ids: Ids) -> Ids:
+        """Where it is noted when answers of these ``ids``, rows or keys, have changed last."""
+        assert self._manifest is not None
+        if "map" not in self._manifest["sparse"][place]:
+            return ids
+        return (ids.view(np.uint64) * _SPREAD >> np.uint64(64 - SLOTS)).view(np.int64)
 
     @abstractmethod
     def forget(self) -> None:
@@ -195,7 +234,7 @@ class AnswerCache(Cache):
         the model gives. There is no ticket where nothing is to be kept."""
         controller, counts = self.controller, self.counts
         counts.asked += 1
-        if controller.off is not None:
+        if controller.off is not None or self._held:
             return None, None
         setting, now = controller.setting, self.clock()
         level, latest = setting.level, self._latest(asked) if self._changed else 0
@@ -233,7 +272,7 @@ class AnswerCache(Cache):
         """The version in which a row of the request changed last."""
         found = 0
         for place, versions in self._changed.items():
-            own = versions[asked.ids[asked.form.slices[place]]]
+            own = versions[self._slots(place, asked.bags(place, keyed=True).ids)]
             if len(own):
                 found = max(found, int(own.max()))
         return found
@@ -253,9 +292,9 @@ class AnswerCache(Cache):
         """Take in what the model gave for the request of a ticket."""
         if ticket.version != self._version:
             return
+        size = self.error_of.size(scores) if self._sized else None
         scores = scores.copy()
         scores.setflags(write=False)  # it is given to others
-        size = self.error_of.size(scores) if self._sized else None
         newer = Entry(scores, self.clock(), size, version=self._version)
         self._gave(newer)
         before = ticket.entry
@@ -263,7 +302,8 @@ class AnswerCache(Cache):
             self.entries.put(ticket.exact, newer)
         if before is None:
             if ticket.key is not None:
-                self.entries.put(ticket.key, replace(newer))
+                other = Entry(scores, newer.since, size, version=self._version)
+                self.entries.put(ticket.key, other)
             return
         error = self.error_of(before.scores, scores)
         wrong = error > self.config.bound * self.config.tolerance

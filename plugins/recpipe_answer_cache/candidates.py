@@ -6,26 +6,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from recpipe_serve import Asked
 
+from recpipe.common.memory import untouched
 from recpipe_answer_cache.cache import AnswerCache, Cache, Ids
 from recpipe_answer_cache.config import CacheConfig
 from recpipe_answer_cache.control import Setting
 from recpipe_answer_cache.errors import Floats
-from recpipe_answer_cache.keys import Words
 from recpipe_answer_cache.table import (
-    DUE,
-    EQUAL,
     EVICTED,
     EXPIRED,
     KEPT,
     MISS,
     READY,
+    USED,
     WAYS,
+    WORDS,
     find_rows,
     keep_rows,
 )
@@ -36,26 +37,13 @@ FIRST_SIZED, SIZED = 64, 8
 """The first requests, and later one in so many, by whose answers the mean prediction is known."""
 
 
-class Rows(NamedTuple):
-    """A table, as ``find_rows`` takes it."""
-
-    keys: Words
-    used: Ids
-    since: NDArray[np.float64]
-    versions: Ids
-    hits: Ids
-    due: NDArray[np.float64]
-    looked: Ids
-    counts: Ids
-
-
 @dataclass(slots=True)
 class Part:
     """What is remembered of a request while the model scores some of its candidates."""
 
     places: Ids
     """Of these among the request's samples, int64 [M], ascending."""
-    digests: Words
+    digests: Ids
     """Of these [M, 4]."""
     coarser: bool
     states: Ids
@@ -64,6 +52,8 @@ class Part:
     """What would have been answered, float32 [N, T]: of those that miss it says nothing."""
     audit: bool
     version: int
+    whole: Floats | None = None
+    """What was answered, once that is known."""
 
 
 class CandidateCache(Cache):
@@ -83,62 +73,55 @@ class CandidateCache(Cache):
         rows = -(-config.capacity // WAYS) * WAYS
         self._outputs = len(manifest["outputs"])
         # Memory that nobody has touched takes none.
-        self._rows = Rows(
-            np.zeros(2 * rows, np.uint64),
-            np.zeros(rows, np.int64),
-            np.zeros(rows),
-            np.zeros(rows, np.int64),
-            np.zeros(rows, np.int64),
-            np.zeros(rows),
-            np.zeros(rows, np.int64),
-            np.zeros(4, np.int64),
-        )
-        self._kept = np.zeros(rows * self._outputs, np.float32)
+        self._words = untouched((rows * WORDS,), torch.int64).numpy()
+        self._counts = np.zeros(4, np.int64)
+        kept = np.zeros(rows * self._outputs, np.float32)
+        self._table = self._words, self._words.view(np.float64), kept, self._counts
+        """As ``find_rows`` takes it."""
+        self._never, self._setting = np.zeros(FIRST_SIZED, np.int64), np.empty(3)
         super().__init__(config, manifest, fixed, clock)
 
     def forget(self) -> None:
         """Forget all answers."""
-        self._rows.used[:] = 0
-        self._rows.counts[KEPT] = 0
+        if self._counts[KEPT]:
+            self._words[USED::WORDS] = 0
+        self._counts[KEPT] = 0
 
     @property
     def entries_kept(self) -> tuple[int, int]:
         """How many candidates' scores are kept, and how many have given way."""
-        counts = self._rows.counts
-        return int(counts[KEPT]), int(counts[EVICTED])
+        return int(self._counts[KEPT]), int(self._counts[EVICTED])
 
     def find(self, asked: Asked) -> tuple[Floats | None, Part | None]:
         """The answer to a request of which all candidates are known, float32 [N, T]; or None, and the ticket
         with those that the model is to score."""
         controller, counts = self.controller, self.counts
         counts.asked += 1
-        if controller.off is not None:
+        if controller.off is not None or self._held:
             return None, None
         setting, samples = controller.setting, asked.samples
         digests, coarser = self.keys.of_candidates(asked, setting.level)
-        states, rows = np.empty(samples, np.int64), np.empty(samples, np.int64)
-        oldest = LONG_AGO if self.config.ttl is None else self.clock() - self.config.ttl
-        told = np.array([oldest, setting.beta, setting.level > 0])
-        find_rows(*self._rows, digests.reshape(-1), coarser, self._latest(asked), told, states, rows)
-        misses, equal, due, ready = np.bincount(states, minlength=4).tolist()  # in the states' order
-        counts.expired = int(self._rows.counts[EXPIRED])
         share = controller.audit_share
-        audit = bool(ready and share) and self._random.random() < share
+        audit = bool(share) and self._random.random() < share
+        self._setting[0] = LONG_AGO if self.config.ttl is None else self.clock() - self.config.ttl
+        self._setting[1], self._setting[2] = setting.beta, setting.level > 0
+        states, places, told = np.empty(samples, np.int64), np.empty(samples, np.int64), np.zeros(5, np.int64)
+        answer = np.empty((samples, self._outputs), np.float32)
+        own, latest, flat = digests.reshape(-1), self._latest(asked), answer.reshape(-1)
+        find_rows(*self._table, own, coarser, latest, self._setting, audit, states, places, flat, told)
+        misses, equal, due, ready, wanted = told.tolist()
+        audit = audit and ready > 0
+        counts.expired = int(self._counts[EXPIRED])
         controller.asked(equal / samples, due / samples, ready / samples)
         counts.missed += misses
         counts.refreshed += due
         counts.equal += equal if setting.level or audit else ready
-        answer = self._kept.reshape(-1, self._outputs)[rows]
-        if audit:
-            counts.audited += 1
-            wanted = states != EQUAL
-        else:
-            counts.served += equal + ready
-            wanted = (states == MISS) | (states == DUE)
-        places = np.flatnonzero(wanted)
-        if not len(places):
+        counts.audited += audit
+        counts.served += equal if audit else equal + ready
+        if not wanted:
             self._gave(answer)
             return self._shaped(answer), None
+        places = places[:wanted]
         return None, Part(places, digests[places], coarser, states[places], answer, audit, self._version)
 
     def _gave(self, answer: Floats) -> None:
@@ -149,12 +132,16 @@ class CandidateCache(Cache):
 
     def _latest(self, asked: Asked) -> Ids:
         """The version in which a row of each candidate changed last."""
+        if not self._changed:
+            if len(self._never) < asked.samples:
+                self._never = np.zeros(asked.samples, np.int64)
+            return self._never[: asked.samples]
         found = np.zeros(asked.samples, np.int64)
         for place, versions in self._changed.items():
-            own = asked.bags(place, True)
+            own = asked.bags(place, True, keyed=True)
             lengths = np.broadcast_to(np.asarray(own.lengths), asked.samples)
             of_sample = np.repeat(np.arange(asked.samples), lengths)
-            np.maximum.at(found, of_sample, versions[own.ids])
+            np.maximum.at(found, of_sample, versions[self._slots(place, own.ids)])
         return found
 
     def lacking(self, asked: Asked, ticket: Part) -> Asked | None:
@@ -163,9 +150,14 @@ class CandidateCache(Cache):
 
     def completed(self, ticket: Part, scores: Floats) -> Floats:
         """The answer to the whole request, from what the model gave of the part."""
-        answer = ticket.answer.copy()
-        answer[ticket.places] = scores.reshape(len(scores), -1)
-        return self._shaped(answer)
+        return self._shaped(self._whole(ticket, scores.reshape(len(scores), -1)))
+
+    def _whole(self, ticket: Part, newer: Floats) -> Floats:
+        """The scores of all candidates of a request, float32 [N, T]."""
+        if ticket.whole is None:
+            ticket.whole = ticket.answer.copy()
+            ticket.whole[ticket.places] = newer
+        return ticket.whole
 
     def _shaped(self, answer: Floats) -> Floats:
         """As the model has it, float32 [N] of one output."""
@@ -176,33 +168,38 @@ class CandidateCache(Cache):
         if ticket.version != self._version:
             return
         newer = np.ascontiguousarray(scores.reshape(len(scores), -1))
-        known = ticket.states != MISS
         wrong = np.zeros(len(newer), bool)
         if self.config.bound:
-            whole = ticket.answer.copy()
-            whole[ticket.places] = newer
-            self._gave(whole)
+            self._gave(self._whole(ticket, newer))
+            known = ticket.states != MISS
             if known.any():
-                self._check(ticket, newer, whole, known, wrong)
+                self._check(ticket, newer, known, wrong)
         now = np.array([self.clock()])
-        rest = ticket.coarser, ticket.states, wrong, newer.reshape(-1), now, self._version
-        keep_rows(*self._rows, self._kept, ticket.digests.reshape(-1), *rest)
+        own, flat = ticket.digests.reshape(-1), newer.reshape(-1)
+        keep_rows(*self._table, own, ticket.coarser, ticket.states, wrong, flat, now, self._version)
 
     def _check(
-        self, ticket: Part, newer: Floats, whole: Floats, known: NDArray[np.bool_], wrong: NDArray[np.bool_]
+        self,
+        ticket: Part,
+        newer: Floats,
+        known: NDArray[np.bool_],
+        wrong: NDArray[np.bool_],
     ) -> None:
-        """Hold the candidates that were ``known`` against what the model gave, and mark those that were
-        ``wrong``."""
-        places = ticket.places[known]
+        """Hold the candidates that were ``known`` against what the model gave; mark those that were
+        ``wrong`` [M]."""
+        places, given = ticket.places, ticket.states == READY
+        whole, error_of = self._whole(ticket, newer), self.error_of
         if self.config.error == "score":  # each is judged by itself
-            off = self.error_of.of_samples(ticket.answer[places], newer[known]).max(axis=1)
-            wrong[known] = off > self.config.bound * self.config.tolerance
+            off = error_of.of_samples(ticket.answer[places], newer)
+            wrong[:] = known & (off.max(axis=1) > self.config.bound * self.config.tolerance)
+            error = float(off[given].sum(axis=0).max() / len(whole))
         else:
-            wrong[known] = self.error_of(_with(whole, places, ticket.answer), whole) > 0
-        given = ticket.places[ticket.states == READY]
-        error = self.error_of(_with(whole, given, ticket.answer), whole)
-        self.counts.wrong += int(wrong.sum())
-        self.controller.checked(error, float(wrong.sum() / known.sum()), ticket.audit)
+            others = error_of(_with(whole, places[known], ticket.answer), whole) > 0
+            wrong[:] = known & others
+            error = error_of(_with(whole, places[given], ticket.answer), whole)
+        count = int(wrong.sum())
+        self.counts.wrong += count
+        self.controller.checked(error, count / int(known.sum()), ticket.audit)
 
 
 def _with(whole: Floats, places: Ids, answer: Floats) -> Floats:

@@ -42,35 +42,38 @@ class Estimate:
     audits: int
 
 
-class Share:
-    """The share of the latest requests' samples for which something was so."""
-
-    def __init__(self) -> None:
-        self.value, self._count = 0.0, 0
-
-    def add(self, so: float) -> None:
-        """Take in a request, by the share of its samples."""
-        self._count += 1
-        self.value += (so - self.value) / min(self._count, RECENT)
-
-
 @dataclass
 class Tried:
-    """What was seen under a setting."""
+    """What was seen under a setting: shares of the latest requests' samples, of hits, of those equal to some
+    before, and of hits that may be answered; and of requests that have one of these."""
 
     asked: int = 0
-    hits: Share = field(default_factory=Share)
-    equal: Share = field(default_factory=Share)
-    ready: Share = field(default_factory=Share)
-    answered: Share = field(default_factory=Share)
-    """Requests with a sample that is ready."""
-    wrong: Share = field(default_factory=Share)
-    """Of the hits that were inferred again."""
+    hits: float = 0.0
+    equal: float = 0.0
+    ready: float = 0.0
+    answered: float = 0.0
+    checked: int = 0
+    wrong: float = 0.0
+    """The share of the hits that were inferred again lately."""
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def saw(self, equal: float, due: float, ready: float) -> None:
+        """Take in a request, by the shares of its samples."""
+        self.asked += 1
+        weight = 1 / min(self.asked, RECENT)
+        self.hits += (equal + due + ready - self.hits) * weight
+        self.equal += (equal - self.equal) * weight
+        self.ready += (ready - self.ready) * weight
+        self.answered += ((ready > 0) - self.answered) * weight
+
+    def saw_wrong(self, wrong: float) -> None:
+        """Take in a request of whose samples that were inferred again this share was wrong."""
+        self.checked += 1
+        self.wrong += (wrong - self.wrong) / min(self.checked, RECENT)
 
     def estimate(self) -> Estimate:
         """The error if all ready hits are answered."""
-        share, count = self.answered.value, len(self.errors)
+        share, count = self.answered, len(self.errors)
         if not count:
             return Estimate(0.0, 0.0, inf if share else 0.0, 0)
         mean = sum(self.errors) / count
@@ -81,13 +84,12 @@ class Tried:
     def promise(self, hits: float) -> float:
         """The share of requests that will be answered once so many are hits: equal ones, and those whose
         keys' requests agree."""
-        return self.equal.value + (hits - self.equal.value) * (1 - self.wrong.value)
+        return self.equal + (hits - self.equal) * (1 - self.wrong)
 
     def gains_over(self, finer: Tried) -> bool:
         """Whether the coarser keys of this setting will let as many requests be answered at least. Their
         cache is not full yet; once it is, it has as many hits."""
-        hits = finer.hits.value
-        return self.promise(max(self.hits.value, hits)) >= LESS * finer.promise(hits)
+        return self.promise(max(self.hits, finer.hits)) >= LESS * finer.promise(finer.hits)
 
 
 class Controller:
@@ -145,19 +147,14 @@ class Controller:
     def asked(self, equal: float = 0.0, due: float = 0.0, ready: float = 0.0) -> None:
         """Count a request, by the share of its samples that are equal to some before and need no care, those
         of hits that are due for a refresh, and those of hits that may be answered; the others miss."""
-        now = self.now
-        now.asked += 1
-        now.hits.add(equal + due + ready)
-        now.equal.add(equal)
-        now.ready.add(ready)
-        now.answered.add(ready > 0)
-        if now.asked % self.dwell == 0:
+        self.now.saw(equal, due, ready)
+        if self.now.asked % self.dwell == 0:
             self._judge()
 
     def checked(self, error: float, wrong: float, audit: bool) -> None:
         """Take in by how much an answer of the cache, which was not given, was off, which share of its
         samples is ``wrong``, and whether it was inferred again by chance."""
-        self.now.wrong.add(wrong)
+        self.now.saw_wrong(wrong)
         if not audit:
             return
         self.now.errors.append(error)
@@ -184,7 +181,7 @@ class Controller:
 
     def _surely_within(self) -> bool:
         found = self.now.estimate()
-        known = found.audits >= FIRST or not self.setting.level or not self.now.ready.value
+        known = found.audits >= FIRST or not self.setting.level or not self.now.ready
         return known and found.high <= self.bound
 
     def _judge(self) -> None:
@@ -199,7 +196,7 @@ class Controller:
             return
         self._tried[self.setting] = self.now
         # Longer intervals gain nothing where hardly any hit is a refresh.
-        hits, answered = self.now.hits.value, self.now.ready.value + self.now.equal.value
+        hits, answered = self.now.hits, self.now.ready + self.now.equal
         refreshed = hits - answered > FEW * hits
         longer = min(beta * 2, self.betas[1]) if refreshed else beta
         for further in (Setting(level + 1, self.betas[0]), Setting(level, longer)):

@@ -41,14 +41,11 @@ def _bucket(number: Any, of: Any, rows: Any) -> Any:
 
 @compiled
 def request_digests(
-    bits: NDArray[np.uint32],
     dense: NDArray[np.float32],
     widths: NDArray[np.float64],
     ids: NDArray[np.int64],
     weights: NDArray[np.uint32],
-    buckets: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    odd: NDArray[np.uint64],
+    rules: NDArray[np.int64],
     begin: NDArray[np.uint64],
     coarser: bool,
     out: NDArray[np.uint64],
@@ -56,20 +53,17 @@ def request_digests(
     """Write the digests of one request into ``out`` [4].
 
     Args:
-        bits: of ``dense``.
         dense: [N * D], or [D] for all samples.
         widths: [D] of each column's steps; ``EXACT`` or ``SKIPPED``.
         ids: [M].
         weights: the bits of the ids' weights [M], or [0].
-        buckets: [M] how many ranges each id's table has; ``EXACT`` or ``SKIPPED``; [0]: all are exact.
-        rows: [M] of each id's table, or [0].
-        odd: [2], a lane's multiplier.
-        begin: [4], the lanes before the first word.
+        rules: [2 * M] how many ranges each id's table has, ``EXACT`` or ``SKIPPED``, then how many rows; [0]:
+            all are exact.
+        begin: [6], the lanes before the first word, and two lanes' multipliers.
         coarser: whether the coarser digest is asked for.
     """
-    a, b, c, d = begin[0], begin[1], begin[2], begin[3]
-    p, q = odd[0], odd[1]
-    weighted, ruled = len(weights) > 0, len(buckets) > 0
+    a, b, c, d, p, q = begin[0], begin[1], begin[2], begin[3], begin[4], begin[5]
+    weighted, ruled, bits = len(weights) > 0, len(rules) > 0, dense.view(np.uint32)
     for n in range(len(ids)):
         word = np.uint64(ids[n])
         a, b = _stirred(a, word, p), _stirred(b, word, q)
@@ -78,9 +72,9 @@ def request_digests(
         if not coarser:
             continue
         if ruled:
-            if buckets[n] == SKIPPED:
+            if rules[n] == SKIPPED:
                 continue
-            word = _bucket(ids[n], buckets[n], rows[n])
+            word = _bucket(ids[n], rules[n], rules[len(ids) + n])
         c, d = _stirred(c, word, p), _stirred(d, word, q)
         if weighted:
             c, d = _stirred(c, np.uint64(weights[n]), p), _stirred(d, np.uint64(weights[n]), q)
@@ -102,16 +96,13 @@ def request_digests(
 
 @compiled
 def candidate_digests(
-    bits: NDArray[np.uint32],
     dense: NDArray[np.float32],
     widths: NDArray[np.float64],
     ids: NDArray[np.int64],
     weights: NDArray[np.uint32],
-    buckets: NDArray[np.int64],
-    rows: NDArray[np.int64],
+    rules: NDArray[np.int64],
     shared: int,
     starts: NDArray[np.int64],
-    odd: NDArray[np.uint64],
     begin: NDArray[np.uint64],
     coarser: bool,
     out: NDArray[np.uint64],
@@ -127,9 +118,8 @@ def candidate_digests(
             [F * (N + 1)].
     """
     samples, width = len(out) // LANES, len(widths)
-    a, b, c, d = begin[0], begin[1], begin[2], begin[3]
-    p, q = odd[0], odd[1]
-    weighted, ruled = len(weights) > 0, len(buckets) > 0
+    a, b, c, d, p, q = begin[0], begin[1], begin[2], begin[3], begin[4], begin[5]
+    weighted, ruled, bits = len(weights) > 0, len(rules) > 0, dense.view(np.uint32)
     one_row = len(bits) == width
     for n in range(shared):
         word = np.uint64(ids[n])
@@ -137,9 +127,9 @@ def candidate_digests(
         if weighted:
             a, b = _stirred(a, np.uint64(weights[n]), p), _stirred(b, np.uint64(weights[n]), q)
         if ruled:
-            if buckets[n] == SKIPPED:
+            if rules[n] == SKIPPED:
                 continue
-            word = _bucket(ids[n], buckets[n], rows[n])
+            word = _bucket(ids[n], rules[n], rules[len(ids) + n])
         c, d = _stirred(c, word, p), _stirred(d, word, q)
         if weighted:
             c, d = _stirred(c, np.uint64(weights[n]), p), _stirred(d, np.uint64(weights[n]), q)
@@ -155,9 +145,9 @@ def candidate_digests(
                 if weighted:
                     w, x = _stirred(w, np.uint64(weights[n]), p), _stirred(x, np.uint64(weights[n]), q)
                 if ruled:
-                    if buckets[n] == SKIPPED:
+                    if rules[n] == SKIPPED:
                         continue
-                    word = _bucket(ids[n], buckets[n], rows[n])
+                    word = _bucket(ids[n], rules[n], rules[len(ids) + n])
                 y, z = _stirred(y, word, p), _stirred(z, word, q)
                 if weighted:
                     y, z = _stirred(y, np.uint64(weights[n]), p), _stirred(z, np.uint64(weights[n]), q)

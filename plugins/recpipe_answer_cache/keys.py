@@ -38,10 +38,9 @@ class _Form(NamedTuple):
     """How requests of one form become keys at a level."""
 
     begin: Words
-    """The lanes before the first word, [4]."""
-    buckets: NDArray[np.int64]
+    """The lanes before the first word, and their multipliers, [6]."""
+    rules: NDArray[np.int64]
     """As ``digests`` takes them."""
-    rows: NDArray[np.int64]
     starts: NDArray[np.int64] = _NONE
     """Of candidates alone, as ``candidate_digests`` takes them."""
     shared: int = 0
@@ -83,6 +82,18 @@ class Keys:
         self._in_clusters = [
             any(self._active(self._sparse[n], level) for n in self.of_clusters) for level in every
         ]
+        entities = {about["entity"] for about in manifest.get("effects", ())}
+        self._keyed = [
+            n for n, own in enumerate(manifest["sparse"]) if "map" in own and own["name"] in entities
+        ]
+        """Features whose ids have coefficients by their keys, of which many may have one row."""
+        for place in self._keyed:
+            own = self._sparse[place]
+            if own is not None and own.by == "bucket":
+                raise PluginError(
+                    f"plugins.answer_cache.keys: '{sparse[place]}' has coefficients by its ids as they come, "
+                    "which are no ranges of rows: by=bucket is for others; take exact, skip or cluster"
+                )
         self._widths = [
             np.array([self._width(rule, level) for rule in self._dense], np.float64) for level in every
         ]
@@ -107,8 +118,8 @@ class Keys:
         """The exact key, and that at a level without its cluster, from one pass over the request."""
         form = self._of_form(asked.form, level, False)
         dense, weights = _dense(asked), _bits(asked.weights)
-        arrays = dense.view(np.uint32), dense, self._widths[level], asked.ids, weights
-        request_digests(*arrays, form.buckets, form.rows, self._odd, form.begin, level > 0, self._out)
+        arrays = dense, self._widths[level], self._ids(asked), weights
+        request_digests(*arrays, form.rules, form.begin, level > 0, self._out)
         found = self._out.tobytes()
         return found[:DIGEST], found[DIGEST:]
 
@@ -119,22 +130,31 @@ class Keys:
         cluster = None if self.clusters is None else self.clusters.of(asked, level)
         return None if cluster is None else key + cluster.to_bytes(8, "little")
 
-    def of_candidates(self, asked: Asked, level: int) -> tuple[Words, bool]:
-        """The digests of each sample [N, 4], as ``candidate_digests`` writes them, and whether there are
-        those at the level: not at 0, nor where a cluster is needed and there are none yet."""
+    def of_candidates(self, asked: Asked, level: int) -> tuple[NDArray[np.int64], bool]:
+        """The digests of each sample int64 [N, 4], as ``candidate_digests`` writes them, and whether those at
+        the level are among them: not at 0, nor where a cluster is needed and there are none yet."""
         form, coarser = self._of_form(asked.form, level, True), level > 0
         begin = form.begin
         if coarser and self._in_clusters[level]:
             cluster = None if self.clusters is None else self.clusters.of(asked, level)
             coarser = cluster is not None
             begin = begin.copy()
-            begin[2:] += self._odd * np.uint64(cluster or 0)
+            begin[2:4] += self._odd * np.uint64(cluster or 0)
         dense, weights = _dense(asked), _bits(asked.weights)
         out = np.empty(asked.samples * LANES, np.uint64)
-        arrays = dense.view(np.uint32), dense, self._widths[level], asked.ids, weights
-        rules = form.buckets, form.rows, form.shared, form.starts
-        candidate_digests(*arrays, *rules, self._odd, begin, coarser, out)
-        return out.reshape(-1, LANES), coarser
+        arrays = dense, self._widths[level], self._ids(asked), weights
+        candidate_digests(*arrays, form.rules, form.shared, form.starts, begin, coarser, out)
+        return out.view(np.int64).reshape(-1, LANES), coarser
+
+    def _ids(self, asked: Asked) -> NDArray[np.int64]:
+        """The ids that an answer depends on: rows, and keys where these have coefficients."""
+        if not self._keyed or asked.keys is None:
+            return asked.ids
+        ids = asked.ids.copy()
+        for place in self._keyed:
+            own = asked.form.slices[place]
+            ids[own] = asked.keys[own]
+        return ids
 
     def _active(self, rule: KeyRule | None, level: int) -> KeyRule | None:
         return rule if rule is not None and level >= max(1, rule.first) and rule.by != "exact" else None
@@ -159,8 +179,8 @@ class Keys:
         return found
 
     def _planned(self, form: Form, level: int, of_candidates: bool) -> _Form:
-        """``buckets`` has what the rules make of each id, and ``begin`` how many there are in the bags of
-        each feature (of candidates: of those that they share), and of those that count at the level."""
+        """``begin`` has how many ids there are in the bags of each feature (of candidates: of those that they
+        share), and of those that count at the level."""
         buckets, rows = np.full(int(form.counts.sum()), EXACT), np.ones(int(form.counts.sum()), np.int64)
         given, left = [], []
         for place in form.order:
@@ -183,14 +203,13 @@ class Keys:
             blake2b(what, digest_size=DIGEST, key=self._secret).digest()
             for what in (kind + b"".join(given), bytes([level]) + kind + b"".join(left))
         )
-        begin = np.frombuffer(lanes, np.uint64).copy()
-        if not self._ruled[level]:
-            buckets = rows = _NONE
+        begin = np.concatenate([np.frombuffer(lanes, np.uint64), self._odd])
+        rules = np.concatenate([buckets, rows]) if self._ruled[level] else _NONE
         if not of_candidates:
-            return _Form(begin, buckets, rows)
+            return _Form(begin, rules)
         starts = [_starts(form, place) for place in form.order if place not in form.shared]
         together = np.concatenate(starts) if starts else _NONE
-        return _Form(begin, buckets, rows, together, sum(form.counts[: len(form.shared)].tolist()))
+        return _Form(begin, rules, together, sum(form.counts[: len(form.shared)].tolist()))
 
 
 def _first(rules: Sequence[KeyRule], name: str) -> KeyRule | None:

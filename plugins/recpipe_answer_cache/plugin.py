@@ -21,7 +21,7 @@ log = logging.getLogger("recpipe")
 class ApproximateKeys(Plugin, AnswerServer):
     """Answers requests with those of others that are alike, within a bound on the error (2022)."""
 
-    api = (2, 11)
+    api = (2, 13)
 
     def __init__(
         self,
@@ -71,6 +71,16 @@ class ApproximateKeys(Plugin, AnswerServer):
         self.cache.changed(ids)
         if isinstance(self.cache.keys.clusters, UserClusters):
             self.cache.keys.clusters.use(scorer)
+
+    def learning(self, ids: Mapping[int, Ids] | None) -> None:
+        """Answer nothing to requests with one of these ids until ``learnt``; None: to none."""
+        assert self.cache is not None
+        self.cache.learning(ids)
+
+    def learnt(self, ids: Mapping[int, Ids] | None) -> None:
+        """Answer again, with what is kept but for requests with these ids; None: with nothing of it."""
+        assert self.cache is not None
+        self.cache.learnt(ids)
 
     def find(self, asked: Asked) -> tuple[Floats | None, Any]:
         """The kept answer to a request that is alike, or None and a ticket."""

@@ -1,5 +1,9 @@
 """The scores of candidates by the digests of their requests: a table of compiled loops, whose rows are in
-sets of ``WAYS``, of which the one that was asked for longest ago gives way."""
+sets of ``WAYS``, of which the one that was asked for longest ago gives way.
+
+A row has eight words of 8 bytes, a line of a processor's cache: loops get all of them as one array of int64,
+and as one of float64, for those that are such numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,121 +17,131 @@ from recpipe_answer_cache.digests import LANES
 
 WAYS = 8
 """Rows of a set: a digest may be in any of them."""
-MISS, EQUAL, DUE, READY = range(4)
+WORDS = 8
+FIRST, SECOND, USED, SINCE, VERSION, HITS, DUE, LOOKED = range(WORDS)
+"""Words of a row: its digest, the request in which it was asked for last (0: it is free), when its answer
+came (seconds, float64), the version of the package that gave it, hits since then or since it was wrong, the
+power of beta from which on a hit is inferred again (float64), and the hit that was inferred again last."""
+MISS, EQUAL, RENEW, READY, WANTED = range(5)
 """What a candidate is: not there; there with the answer to an equal request; a hit that is to be inferred
-again; one that may be answered."""
+again; one that may be answered. The last one: those that the model is to score."""
 KEPT, EVICTED, EXPIRED, TICKS = range(4)
 """Places among a table's counts: rows that are used, rows that gave way, hits whose time had passed or whose
 rows had changed, and requests so far."""
-_SET, _NONE = np.uint64(32), np.uint64(0)
+_HALF = np.uint64(32)
 
 
-def _set_of(first: Any, rows: Any) -> Any:
-    """The first row of the set of a digest, in a table of so many rows."""
-    return np.int64(((first >> _SET) * np.uint64(rows // WAYS)) >> _SET) * WAYS
-
-
-def _row(keys: Any, used: Any, first: Any, second: Any) -> Any:
-    """The row of a digest; -1: it has none."""
-    begin = _set_of(first, len(used))
-    for row in range(begin, begin + WAYS):
-        if used[row] > 0 and keys[2 * row] == first and keys[2 * row + 1] == second:
-            return row
+def _row(words: Any, first: Any, second: Any) -> Any:
+    """The place of the first word of a digest's row; -1: it has none."""
+    begin = _set_of(words, first)
+    for at in range(begin, begin + WAYS * WORDS, WORDS):
+        if words[at] == first and words[at + SECOND] == second and words[at + USED] > 0:
+            return at
     return -1
 
 
-def _room(keys: Any, used: Any, counts: Any, first: Any, second: Any) -> Any:
-    """The row of a digest that has none, which may have been another's."""
-    begin = _set_of(first, len(used))
+def _set_of(words: Any, first: Any) -> Any:
+    """The place of the first word of the set of a digest."""
+    sets = np.uint64(len(words) // (WAYS * WORDS))
+    return np.int64(((np.uint64(first) >> _HALF) * sets) >> _HALF) * (WAYS * WORDS)
+
+
+def _room(words: Any, counts: Any, first: Any, second: Any) -> Any:
+    """The place of a row for a digest that has none, which may have been another's."""
+    begin = _set_of(words, first)
     oldest: Any = begin
-    for row in range(begin, begin + WAYS):
-        if used[row] < used[oldest]:
-            oldest = row
-    if used[oldest] > 0:
-        counts[EVICTED] += 1
-    else:
-        counts[KEPT] += 1
-    keys[2 * oldest], keys[2 * oldest + 1] = first, second
+    for at in range(begin, begin + WAYS * WORDS, WORDS):
+        if words[at + USED] < words[oldest + USED]:
+            oldest = at
+    counts[EVICTED if words[oldest + USED] > 0 else KEPT] += 1
+    words[oldest], words[oldest + SECOND] = first, second
     return oldest
+
+
+def _found(words: Any, numbers: Any, counts: Any, first: Any, second: Any, oldest: Any, latest: Any) -> Any:
+    """The place of a digest's row, unless its time has passed or its version is before the ``latest``."""
+    at = _row(words, first, second)
+    if at >= 0 and (numbers[at + SINCE] < oldest or words[at + VERSION] < latest):
+        counts[EXPIRED] += 1
+        at = -1
+    return at
+
+
+def _is_due(words: Any, numbers: Any, at: Any, beta: Any) -> Any:
+    """As ``Entry.is_due``."""
+    hits = words[at + HITS]
+    if hits < min(numbers[at + DUE], max(1.0, words[at + LOOKED] * beta)):
+        return False
+    words[at + LOOKED] = hits
+    while beta > 1 and numbers[at + DUE] <= hits:
+        numbers[at + DUE] *= beta
+    return True
 
 
 @compiled
 def find_rows(
-    keys: NDArray[np.uint64],
-    used: NDArray[np.int64],
-    since: NDArray[np.float64],
-    versions: NDArray[np.int64],
-    hits: NDArray[np.int64],
-    due: NDArray[np.float64],
-    looked: NDArray[np.int64],
+    words: NDArray[np.int64],
+    numbers: NDArray[np.float64],
+    kept: NDArray[np.float32],
     counts: NDArray[np.int64],
-    digests: NDArray[np.uint64],
+    digests: NDArray[np.int64],
     coarser: bool,
     latest: NDArray[np.int64],
     setting: NDArray[np.float64],
+    audit: bool,
     states: NDArray[np.int64],
-    rows: NDArray[np.int64],
+    places: NDArray[np.int64],
+    answer: NDArray[np.float32],
+    told: NDArray[np.int64],
 ) -> None:
     """Look up N candidates of one request, which are counted.
 
     Args:
-        keys: of the table's R rows [2 * R].
-        used: the request in which each row was asked for last [R]; 0: it is free.
-        since: when each answer came [R], seconds.
-        versions: of the package that gave it [R].
-        hits: since it came, or since one was wrong [R].
-        due: the power of beta from which on a hit is inferred again [R].
-        looked: the hit that was inferred again last [R].
+        words: of the table's R rows [R * WORDS].
+        numbers: the same memory.
+        kept: the scores of the rows [R * T].
         counts: [4].
-        digests: [N * 4].
+        digests: [N * LANES].
         coarser: whether the second two words of each count.
         latest: the version in which a row of each candidate changed last [N].
         setting: [3]: the time before which answers are too old, beta, and 1 where hits are inferred again.
+        audit: whether hits that may be answered are to be scored, too.
         states: [N], written.
-        rows: [N], written: -1 where it is missing.
+        places: [N], written: which candidates the model is to score, first ones.
+        answer: [N * T], written: what is kept; 0 of those that miss.
+        told: [5], added to: how many are in each state, and how many the model is to score.
     """
     counts[TICKS] += 1
     oldest, beta, refreshes = setting[0], setting[1], setting[2] > 0
+    outputs = len(answer) // len(states)
     for n in range(len(states)):
-        states[n], rows[n] = MISS, -1
-        row = _row(keys, used, digests[n * LANES], digests[n * LANES + 1])
-        if row >= 0 and (since[row] < oldest or versions[row] < latest[n]):
-            counts[EXPIRED] += 1
-            row = -1
-        if row >= 0 and coarser:
-            used[row] = counts[TICKS]
-            states[n], rows[n] = EQUAL, row
-            continue
-        if coarser:
-            row = _row(keys, used, digests[n * LANES + 2], digests[n * LANES + 3])
-            if row >= 0 and (since[row] < oldest or versions[row] < latest[n]):
-                counts[EXPIRED] += 1
-                row = -1
-        if row < 0:
-            continue
-        used[row] = counts[TICKS]
-        states[n], rows[n] = READY, row
-        hits[row] += 1
-        # As ``Entry.is_due`` does.
-        if refreshes and hits[row] >= min(due[row], max(1.0, looked[row] * beta)):
-            looked[row] = hits[row]
-            while beta > 1 and due[row] <= hits[row]:
-                due[row] *= beta
-            states[n] = DUE
+        state, lane = MISS, n * LANES
+        at = _found(words, numbers, counts, digests[lane], digests[lane + 1], oldest, latest[n])
+        if coarser and at >= 0:
+            state = EQUAL
+        elif coarser:
+            at = _found(words, numbers, counts, digests[lane + 2], digests[lane + 3], oldest, latest[n])
+        if at >= 0:
+            words[at + USED] = counts[TICKS]
+            if state == MISS:
+                words[at + HITS] += 1
+                state = RENEW if refreshes and _is_due(words, numbers, at, beta) else READY
+        for output in range(outputs):
+            answer[n * outputs + output] = kept[at // WORDS * outputs + output] if at >= 0 else np.float32(0)
+        states[n] = state
+        told[state] += 1
+        if state in (MISS, RENEW) or (audit and state == READY):
+            places[told[WANTED]] = n
+            told[WANTED] += 1
 
 
 @compiled
 def keep_rows(
-    keys: NDArray[np.uint64],
-    used: NDArray[np.int64],
-    since: NDArray[np.float64],
-    versions: NDArray[np.int64],
-    hits: NDArray[np.int64],
-    due: NDArray[np.float64],
-    looked: NDArray[np.int64],
-    counts: NDArray[np.int64],
+    words: NDArray[np.int64],
+    numbers: NDArray[np.float64],
     kept: NDArray[np.float32],
-    digests: NDArray[np.uint64],
+    counts: NDArray[np.int64],
+    digests: NDArray[np.int64],
     coarser: bool,
     states: NDArray[np.int64],
     wrong: NDArray[np.bool_],
@@ -138,9 +152,8 @@ def keep_rows(
     """Keep what the model gave for M candidates: by their exact digests, and by the coarser ones.
 
     Args:
-        keys: to ``counts``: see ``find_rows``.
-        kept: the scores of the table's rows [R * T].
-        digests: [M * 4].
+        words: to ``counts``: see ``find_rows``.
+        digests: [M * LANES].
         coarser: see ``find_rows``.
         states: what they were [M].
         wrong: those of which the answer that was there was wrong [M].
@@ -148,16 +161,15 @@ def keep_rows(
         now: [1], seconds.
         version: of the package.
     """
-    outputs = len(kept) // len(used)
+    outputs = len(scores) // len(states)
     for n in range(len(states)):
-        for pair in range(2 if coarser else 1):
-            first, second = digests[n * LANES + 2 * pair], digests[n * LANES + 2 * pair + 1]
-            row = _row(keys, used, first, second)
-            if row < 0:
-                row = _room(keys, used, counts, first, second)
-                hits[row], due[row], looked[row] = 0, 1.0, 0
-            elif wrong[n] or states[n] == MISS:
-                hits[row], due[row], looked[row] = 0, 1.0, 0
-            used[row], since[row], versions[row] = counts[TICKS], now[0], version
+        for lane in range(n * LANES, n * LANES + (LANES if coarser else 2), 2):
+            at = _row(words, digests[lane], digests[lane + 1])
+            is_new = at < 0
+            if is_new:
+                at = _room(words, counts, digests[lane], digests[lane + 1])
+            if is_new or wrong[n] or states[n] == MISS:
+                words[at + HITS], numbers[at + DUE], words[at + LOOKED] = 0, 1.0, 0
+            words[at + USED], numbers[at + SINCE], words[at + VERSION] = counts[TICKS], now[0], version
             for output in range(outputs):
-                kept[row * outputs + output] = scores[n * outputs + output]
+                kept[at // WORDS * outputs + output] = scores[n * outputs + output]

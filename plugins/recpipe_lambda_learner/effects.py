@@ -88,20 +88,28 @@ class Effect:
         found[known] = added(means[which], inputs[known])
         return found
 
+    def evicts(self, entities: Entities) -> bool:
+        """Whether learning these takes rows of others: more of them are new than there are free rows."""
+        with self._lock:
+            new = np.unique(entities[self.rows.found(entities) < 0])
+        return len(new) > self.rows.free
+
     def learn(
         self, entities: Entities, inputs: Floats, clicks: Floats, weights: Floats, offsets: Floats
-    ) -> None:
+    ) -> Entities:
         """Update the coefficients of all ``entities`` by their events, whose fixed logits (and other effects)
-        are ``offsets``; all arrays are of length N, in the order of time."""
+        are ``offsets``; all arrays are of length N, in the order of time. Returns those whose coefficients
+        are others now, int64 [n]: also of entities whose rows others have got."""
         with self._lock:
-            rows, _ = self.rows.met(entities)
+            rows, turn = self.rows.met(entities)
             order = np.argsort(rows, kind="stable")
             order = order[rows[order] >= 0]
             own, starts = np.unique(rows[order], return_index=True)
             precisions = unpacked(self.rows.read(PRECISIONS, own), self.width, self.how.precision)
             prior = Posteriors(self.rows.read(MEANS, own), precisions)
+        gone: Entities = turn.before[turn.rows < turn.used, 0]
         if not len(own):
-            return
+            return gone
         ends = np.append(starts, len(order))
         events = Events(inputs[order], clicks[order], weights[order], offsets[order], ends)
         after, unsettled = updated(prior, events, self.how, self._threads)
@@ -112,6 +120,7 @@ class Effect:
             self.noted.append(own)
         self.unsettled += unsettled
         self.updates += len(own)
+        return np.concatenate([entities[order[starts]], gone])
 
     def records(self, rows: Entities) -> Entities:
         """The entity of each of ``rows``, and the state that the map has of it, int64 [n, 2]; 0 of rows that
@@ -153,14 +162,21 @@ class Effects:
             offsets = offsets + effect.scores(*own)
         return offsets
 
-    def learn(self, seen: Sequence[Seen], clicks: Floats, weights: Floats, offsets: Floats) -> None:
-        """Update one effect after the other by the same N events, whose fixed logits are ``offsets``."""
+    def evict(self, seen: Sequence[Seen]) -> bool:
+        """Whether learning these takes rows of other entities."""
+        return any(effect.evicts(own.entities) for effect, own in zip(self.each, seen, strict=True))
+
+    def learn(self, seen: Sequence[Seen], clicks: Floats, weights: Floats, offsets: Floats) -> list[Entities]:
+        """Update one effect after the other by the same N events, whose fixed logits are ``offsets``; by
+        effect the entities whose coefficients are others now, int64 [n]."""
+        changed = []
         parts = [effect.scores(*own) for effect, own in zip(self.each, seen, strict=True)]
         for number, (effect, own) in enumerate(zip(self.each, seen, strict=True)):
             others = sum((part for n, part in enumerate(parts) if n != number), np.zeros_like(offsets))
-            effect.learn(*own, clicks, weights, offsets + others)
+            changed.append(effect.learn(*own, clicks, weights, offsets + others))
             if number + 1 < len(parts):  # the others learn what it leaves
                 parts[number] = effect.scores(*own)
+        return changed
 
     @property
     def updates(self) -> int:

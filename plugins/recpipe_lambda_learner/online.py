@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections import OrderedDict
@@ -14,20 +15,25 @@ from time import monotonic
 from weakref import finalize
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from recpipe.answers.effects import FOLDER, newest_effects, write_effects
+from recpipe.common.files import unwritable
+from recpipe.common.tensors import save_tensors
 from recpipe.errors import UserError
 from recpipe_lambda_learner.effects import Effects, Seen
 from recpipe_lambda_learner.posterior import Floats, Learning, Precision
 from recpipe_lambda_learner.rows import Entities, Keeping
 
+log = logging.getLogger("recpipe")
 EVENTS = "events.safetensors"
 """Beside saved effects: of which events they are."""
 SCRATCH = "store-"
 """How folders of coefficients in files begin."""
+REMEDY = "choose another learnt=DIRECTORY"
 _BYTES = 16
 
 
@@ -89,6 +95,10 @@ class Learner:
         with self._lock:
             self._claimed.difference_update(map(_key, ids))
 
+    def evicts(self, seen: Sequence[tuple[Entities, Floats]]) -> bool:
+        """Whether learning these may take other entities' coefficients away; while nothing is learnt."""
+        return self.effects.evict([Seen(*own) for own in seen])
+
     def learn(
         self,
         ids: Sequence[str],
@@ -96,11 +106,11 @@ class Learner:
         clicks: Floats,
         weights: Floats,
         offsets: Floats,
-    ) -> None:
+    ) -> list[Entities]:
         """Learn N events, whose fixed logits are ``offsets``, as one mini-batch, or release their ``ids``.
-        One thread calls it."""
+        One thread calls it. By effect the entities whose coefficients are others now, int64 [n]."""
         try:
-            self.effects.learn([Seen(*own) for own in seen], clicks, weights, offsets)
+            changed = self.effects.learn([Seen(*own) for own in seen], clicks, weights, offsets)
         except BaseException:
             self.release(ids)
             raise
@@ -112,10 +122,15 @@ class Learner:
         self.total += len(ids)
         self.learnt = replace(self.learnt, number=self.learnt.number + 1)
         if self.place is not None and monotonic() - self._written >= self.seconds:
-            self.save()
+            try:
+                self.save()
+            except OSError as fault:  # it is told as not saved, and tried again in as many seconds
+                self._written = monotonic()
+                log.warning("%s; what was learnt is in memory alone", unwritable(self.place, fault, REMEDY))
+        return changed
 
     def save(self) -> None:
-        """Write what was learnt; by whoever learns."""
+        """Write what was learnt; by whoever learns. ``OSError`` if that fails."""
         if self.place is None or self.saved == self.total:
             return
         with self._lock:
@@ -123,16 +138,20 @@ class Learner:
 
         def write(folder: Path) -> None:
             self.effects.save(folder)
-            ids = np.frombuffer(known, np.uint8).reshape(-1, _BYTES)
-            save_file({"ids": ids, "total": np.array([self.total])}, folder / EVENTS)
+            ids = torch.from_numpy(np.frombuffer(bytearray(known), np.uint8).reshape(-1, _BYTES))
+            save_tensors(folder / EVENTS, {"ids": ids, "total": torch.tensor([self.total])})
 
         write_effects(self.place / FOLDER, self.learnt, write)
         self.saved, self._written = self.total, monotonic()
 
     def close(self) -> None:
         """Write what was learnt; nothing is learnt any more, and what is still being scored is scored by
-        it."""
-        self.save()
+        it. ``UserError`` if it cannot be written."""
+        try:
+            self.save()
+        except OSError as fault:
+            assert self.place is not None, "it is written there"
+            raise unwritable(self.place, fault, REMEDY) from fault
 
 
 def _scratch(place: Path | None) -> Path:

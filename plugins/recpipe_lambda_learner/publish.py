@@ -95,7 +95,7 @@ class Publisher:
         try:
             self.version = write_delta(self.folder, self.version, change, self.key).version
         except OSError as fault:  # what has changed stays noted, and comes with the next one
-            log.warning("%s", unwritable(self.folder, fault, "free space there"))
+            log.warning("%s", unwritable(self.folder, fault, "choose another lambda.publish.dir"))
             return
         self._since, self.written = now, self.written + 1
         for effect in self.effects.each:

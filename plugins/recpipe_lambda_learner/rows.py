@@ -63,6 +63,11 @@ class EntityRows:
     def __len__(self) -> int:
         return self.map.occupied
 
+    @property
+    def free(self) -> int:
+        """How many rows no id has had yet."""
+        return self.map.capacity - self.map.content.used
+
     def found(self, ids: Entities) -> Rows:
         """The row of each of ``ids``, of which nothing is noted; -1: it has none."""
         rows = self.map.rows_of(np.ascontiguousarray(ids))

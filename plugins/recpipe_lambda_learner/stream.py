@@ -12,14 +12,17 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from recpipe.answers.effects import FOLDER, Learnt, LearntEffect, identity, newest_effects, write_effects
 from recpipe.answers.made_base import package_aside
 from recpipe.answers.manifest import is_package
 from recpipe.answers.trained import Trained
 from recpipe.common.console import log
+from recpipe.common.files import unwritable
+from recpipe.common.tensors import save_tensors
 from recpipe.errors import UserError
 from recpipe_lambda_learner.config import LambdaConfig
 from recpipe_lambda_learner.effects import Effects
@@ -200,6 +203,10 @@ class Stream:
     def _save(self, effects: Effects, count: int, logits: list[Floats]) -> None:
         def write(folder: Path) -> None:
             effects.save(folder)
-            save_file({"logits": np.concatenate([np.empty(0), *logits])}, folder / LOGITS)
+            every = torch.from_numpy(np.concatenate([np.empty(0), *logits]))
+            save_tensors(folder / LOGITS, {"logits": every})
 
-        write_effects(self.directory / FOLDER, self._learnt(effects, count), write)
+        try:
+            write_effects(self.directory / FOLDER, self._learnt(effects, count), write)
+        except OSError as fault:
+            raise unwritable(self.directory / FOLDER, fault) from fault

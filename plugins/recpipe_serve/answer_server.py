@@ -33,9 +33,20 @@ class AnswerServer(ABC):
 
     def changed(self, scorer: Scorer, ids: Mapping[int, NDArray[np.int64]]) -> None:
         """Another version of the package answers from now on, whose answers differ from those of the one
-        before for requests alone that have one of these ``ids`` (rows) of a feature at this place in the
-        manifest. Unless it is overridden, this is ``begin``."""
+        before for requests alone that have one of these ``ids`` of a feature at this place in the manifest:
+        rows, or keys where the feature has a map. Unless it is overridden, this is ``begin``."""
         self.begin(scorer)
+
+    def learning(self, ids: Mapping[int, NDArray[np.int64]] | None) -> None:
+        """Events are about to be learnt (``learn=true``), by which answers will differ for requests that have
+        one of these ``ids``, see ``changed``; None: for any. Until ``learnt``, none of these may be answered
+        or completed with what is kept. A class that does not override this is refused with ``learn=true``."""
+        raise NotImplementedError(f"{type(self).__name__} does not follow what is learnt")
+
+    def learnt(self, ids: Mapping[int, NDArray[np.int64]] | None) -> None:
+        """They have been learnt: answers differ for requests with one of these ``ids``, those of before among
+        them; None: for any."""
+        raise NotImplementedError(f"{type(self).__name__} does not follow what is learnt")
 
     @abstractmethod
     def find(self, asked: Asked) -> tuple[NDArray[np.float32] | None, Any]:

@@ -114,8 +114,11 @@ def serve(
             f"workers={config.workers} and a plugin that keeps rows: each worker would keep its own; serve "
             "with workers=1"
         )
-    if config.learn and answers is not None:
-        raise UserError("learn=true and a plugin that keeps answers: they would be those before an event")
+    if config.learn and answers is not None and type(answers).learning is AnswerServer.learning:
+        raise UserError(
+            f"learn=true and {type(answers).__name__}: it would keep answers of before an event (it has no "
+            "AnswerServer.learning); leave one of the two out"
+        )
     if config.learn and config.follow is not None:
         raise UserError("learn=true and follow=: what is learnt here would be overwritten; say one of them")
     if config.learn and config.workers > 1:

@@ -232,16 +232,20 @@ class ServedPackage:
             self._following = asyncio.get_running_loop().create_task(self.follower.run())
 
     def end(self) -> None:
-        """Follow none any more, and let go of what learns and of rows: nothing is asked any more."""
+        """Follow none any more, and let go of what learns and of rows: nothing is asked any more.
+        ``UserError`` if what was learnt last cannot be written."""
         if self._following is not None:
             self._following.cancel()
         if self.follower is not None:
             self.follower.close()
-        if self.learning is not None and self.loaded.learner is not None:
-            self.learning.in_thread(self.loaded.learner.close)
-            self.learning.close()
-        if self.rows is not None:
-            self.rows.close()  # which ends a change-over to another package
+        try:
+            if self.learning is not None and self.loaded.learner is not None:
+                self.learning.in_thread(self.loaded.learner.close)
+        finally:
+            if self.learning is not None:
+                self.learning.close()
+            if self.rows is not None:
+                self.rows.close()  # which ends a change-over to another package
 
     def _use(
         self, scorer: RequestScorer, package: str, changed: Mapping[int, torch.Tensor] | None = None
@@ -286,7 +290,10 @@ class ServedPackage:
             raise UserError(f"{self.directory}: {fault}") from fault
         before, self.loaded = self.loaded.learner, loaded
         if self.learning is not None and before is not None:
-            await asyncio.to_thread(self.learning.in_thread, before.close)
+            try:
+                await asyncio.to_thread(self.learning.in_thread, before.close)
+            except UserError as fault:
+                log.warning("%s; what the package before had learnt and not written is lost", fault)
         reloads.labels("done").inc()
 
     def _anew(self) -> Loaded:

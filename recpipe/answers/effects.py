@@ -99,13 +99,17 @@ def write_effects(folder: Path, learnt: Learnt, write: Callable[[Path], None]) -
         return target
     folder.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".", dir=folder))
-    partial.chmod(0o755)
-    write(partial)
-    (partial / ABOUT).write_text(json.dumps(asdict(learnt), indent=1))
-    for file in (*partial.iterdir(), partial):
-        sync(file)
-    partial.rename(target)
-    sync(folder)
+    try:
+        partial.chmod(0o755)
+        write(partial)
+        (partial / ABOUT).write_text(json.dumps(asdict(learnt), indent=1))
+        for file in (*partial.iterdir(), partial):
+            sync(file)
+        partial.rename(target)
+        sync(folder)
+    except OSError:  # of a disk that is full nothing may be left
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for left in folder.iterdir():  # earlier ones, and one that a killed process has begun
         if left != target:
             shutil.rmtree(left, ignore_errors=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recpipe.plugin.skipper import Skipper
     from recpipe.plugin.splitter import Splitter
 
-API = (2, 12)
+API = (2, 13)
 """Version of this file's contract: a plugin's major must equal it, its minor must not exceed it."""
 
 P = TypeVar("P")

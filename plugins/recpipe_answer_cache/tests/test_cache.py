@@ -162,6 +162,34 @@ def test_of_changed_rows_the_requests_that_have_them_alone_are_scored_again() ->
     assert scored(1)
 
 
+@pytest.mark.parametrize("users", [(1, 2), (-7, 2**60)])
+def test_while_events_are_learnt_requests_that_they_change_are_not_answered(users: tuple[int, int]) -> None:
+    user = MANIFEST["sparse"][0] | ({} if users == (1, 2) else {"map": "user"})  # keys, and no rows
+    cache = AnswerCache(CacheConfig(bound=0), {**MANIFEST, "sparse": [user, *MANIFEST["sparse"][1:]]})
+    right = model(0.0)
+
+    def scored(number: int) -> bool:
+        one = request(number)
+        one.keys = np.array([users[number - 1], *one.ids[1:]])
+        found, ticket = cache.find(one)
+        if ticket is not None:
+            cache.keep(ticket, right(one))
+        return found is None
+
+    first = {0: np.array([users[0]])}
+    assert [scored(1), scored(2), scored(1), scored(2)] == [True, True, False, False]
+    cache.learning(first)
+    assert [scored(1), scored(1), scored(2)] == [True, True, False]
+    cache.learnt(first)
+    assert [scored(1), scored(1), scored(2)] == [True, False, False]
+    cache.learning(None)
+    assert [scored(1), scored(2)] == [True, True]
+    cache.learnt(first)
+    assert [scored(1), scored(2)] == [True, False]
+    cache.learnt(None)
+    assert [scored(1), scored(2)] == [True, True]
+
+
 def test_the_share_of_changed_top_k_is_kept_within_its_bound() -> None:
     config = CacheConfig(
         bound=0.05, error="top_k", k=1, keys=BY_HOUR.keys, levels=3, dwell=300, audit=0.1, beta_most=8

@@ -93,6 +93,10 @@ def test_answers_do_not_outlive_their_time_their_package_or_their_rows() -> None
     assert ask(cache, one, right)[1] == 0
     cache.changed({1: np.array([3])})
     assert [ask(cache, one, right)[1] for _ in range(2)] == [3, 0], "all have seen row 3"
+    cache.learning({2: np.array([2])})
+    assert [ask(cache, one, right)[1] for _ in range(2)] == [1, 1], "of one more will be learnt"
+    cache.learnt({2: np.array([2])})
+    assert [ask(cache, one, right)[1] for _ in range(2)] == [1, 0]
     now = 10.5
     assert [ask(cache, one, right)[1] for _ in range(2)] == [3, 0]
     _, ticket = cache.find(request(items=(7,)))

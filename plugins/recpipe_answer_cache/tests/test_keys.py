@@ -129,3 +129,20 @@ def test_bags_of_other_features_do_not_run_into_each_other() -> None:
     first = asked([[1, 2], [9]], [[3], [9]], [[4], [9]])
     assert first == asked([[1, 2], [8]], [[3], [9, 9]], [[4], [7]])
     assert first != asked([[1], [9]], [[2, 3], [9]], [[4], [9]])
+
+
+def test_entities_with_coefficients_are_told_apart_by_their_keys() -> None:
+    """Of a user without a row in the model the rows say nothing; without coefficients that is all there
+    is."""
+    known = {"name": "user", "rows": 1000, "map": "user"}
+    plain = {**MANIFEST, "sparse": [known, *MANIFEST["sparse"][1:]]}
+    corrected = {**plain, "effects": [{"entity": "user"}]}
+    one, two = (replace(request(0), keys=np.array([key, *request(0).ids[1:]])) for key in (-5, 2**60))
+    for manifest, same in ((plain, True), (corrected, False)):
+        made = Keys(manifest, [KeyRule("hour", "round", 8)], 3)
+        assert [alike(made, level, one, two) for level in (0, 3)] == [same, same]
+        digests = [made.of_candidates(each, 3)[0] for each in (one, two)]
+        assert [np.array_equal(*(own[:, part] for own in digests)) for part in (0, 2)] == [same, same]
+    assert alike(Keys(corrected, [KeyRule("user", "skip")], 3), 3, one, two)
+    with pytest.raises(PluginError, match="'user' has coefficients by its ids as they come"):
+        Keys(corrected, [KeyRule("user", "bucket", 4)], 3)

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from recpipe_answer_cache.plugin import ApproximateKeys
 from recpipe_serve import AnswerServer, Asked
 from recpipe_serve.batching.batcher import Batcher
+from recpipe_serve.command import serve
 from recpipe_serve.config import ServeConfig
 
 from recpipe.errors import UserError
@@ -116,7 +118,12 @@ def test_candidates_that_are_known_are_not_scored_and_the_others_are_in_their_pl
         assert "recpipe_answers_served 5.0" in ask(port, "/metrics")
 
 
-def test_a_waiting_request_of_which_a_part_was_answered_is_scored_whole_by_another_model() -> None:
+def test_a_waiting_request_of_which_a_part_was_answered_is_scored_whole_by_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "recpipe_serve.batching.batcher.IDLE", float("inf")
+    )  # all wait for a turn of the loop
     plugin = instantiate("answer_cache", {**KNOBS, "unit": "candidate"})
     assert isinstance(plugin, ApproximateKeys)
     plugin.begin(SimpleNamespace(manifest=MANIFEST))
@@ -130,7 +137,7 @@ def test_a_waiting_request_of_which_a_part_was_answered_is_scored_whole_by_anoth
         batcher.start()
         batcher.put(asked(1, 2), answers.append)
         await asyncio.sleep(0.05)
-        batcher.put(asked(9), answers.append)  # after it requests wait for a turn of the loop
+        batcher.put(asked(9), answers.append)
         batcher.put(asked(1, 2, 3), answers.append)
         assert [one.samples for one in batcher.queue][-1] == 1
         plugin.begin(SimpleNamespace(manifest=MANIFEST))
@@ -169,6 +176,11 @@ def test_any_answer_server_stands_in_front_of_the_model(caplog: pytest.LogCaptur
         assert score(port, 1.5, 7) == -1
         assert score(port, 1.5, 8) == 9.5, "what cannot be kept is answered all the same"
         assert "recpipe_fixed 1.0" in ask(port, "/metrics")
+
+
+def test_who_keeps_answers_and_does_not_follow_what_is_learnt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="learn=true and Fixed: it would keep answers of before an event"):
+        serve(tmp_path, ServeConfig(learn=True), answers=Fixed())
 
 
 def test_it_has_no_part_in_training_and_wrong_knobs_are_one_line() -> None:

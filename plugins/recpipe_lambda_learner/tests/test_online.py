@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -49,6 +51,8 @@ from recpipe.answers.score import (
 )
 from recpipe.answers.score import Effects as Packaged
 from recpipe.errors import UserError
+from recpipe.plugin.load import installed, instantiate
+from recpipe.tasks.plugins import default_knobs
 
 pytest.importorskip("uvicorn", reason="recpipe[serve] is not installed")
 pytest.importorskip("prometheus_client", reason="recpipe[serve] is not installed")
@@ -259,14 +263,18 @@ def test_a_publisher_goes_on_with_a_chain_wherever_its_own_state_is(
     assert publisher.written == 0, "nothing differs"
     for number in range(3):
         learn(live, number)
-        publisher.publish(5 + number)
+        with monkeypatch.context() as patch:
+            if number == 1:  # what has changed comes with the next one
+                patch.setattr("recpipe_lambda_learner.publish.write_delta", full)
+            publisher.publish(5 + number)
+    assert (publisher.written, publisher.version.sequence) == (2, 2)
     with pytest.raises(UserError, match="another run publishes there"):
         begun()
     publisher.close()
     live, publisher = begun()  # from where the base is
     learn(live, 0)
     publisher.publish(5)
-    assert publisher.version.sequence == 4
+    assert publisher.version.sequence == 3
     publisher.close()
     held = {own["entity"]: shutil.copytree(base, tmp_path / own["entity"]) for own in content["effects"]}
     for delta in following(tmp_path / "fresh", Version.of_package(base, content)):
@@ -289,8 +297,10 @@ def test_a_publisher_goes_on_with_a_chain_wherever_its_own_state_is(
 
 
 @contextmanager
-def served(small: Small, learner: Learner | None) -> Iterator[tuple[Server, http.client.HTTPConnection]]:
-    """A server in this process, and a connection to it."""
+def served(
+    small: Small, learner: Learner | None, answers: Any = None
+) -> Iterator[tuple[Server, http.client.HTTPConnection]]:
+    """A server in this process, and a connection to it; ``answers``: stand in front of its model."""
 
     class Score:
         correct = Corrected(small.effects, learner)
@@ -299,9 +309,10 @@ def served(small: Small, learner: Learner | None) -> Iterator[tuple[Server, http
             return small.scores(dense, [])
 
     learning = None if learner is None else Taking(TOKEN, 8)
-    server = Server(
-        Score(), small.manifest, "m", ServeConfig(), maps=small.maps, learning=learning, learner=learner
-    )
+    own: dict[str, Any] = {"maps": small.maps, "learning": learning, "learner": learner, "answers": answers}
+    if answers is not None:
+        answers.begin(small)
+    server = Server(Score(), small.manifest, "m", ServeConfig(), **own)
     with (
         listening(server) as (port, _),
         closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection,
@@ -430,6 +441,105 @@ def test_bad_events_are_refused_and_counted_and_change_nothing(
         assert (status, "learn=true" in found["error"]) == (404, True)
 
 
+def cached(unit: str) -> Any:
+    """A cache of exact answers, of whole requests or of candidates."""
+    return instantiate(
+        "answer_cache", {**default_knobs(installed()["answer_cache"]), "bound": 0, "unit": unit}
+    )
+
+
+def shared(user: int, *items: int) -> dict[str, Any]:
+    """A request of one user for some items."""
+    return body(torch.ones(1, 2), torch.tensor(items), torch.tensor([user]))
+
+
+def asked_for(connection: http.client.HTTPConnection, user: int, *items: int) -> np.ndarray:
+    status, found = post(connection, "infer", shared(user, *items))
+    assert status == 200, found
+    return np.array(found["outputs"][0]["data"], np.float32)
+
+
+def right(learner: Learner, small: Small, user: int, *items: int) -> np.ndarray:
+    """What ``learner`` makes of it as it is now."""
+    of = torch.ones(len(items), 2), torch.tensor(items), torch.full((len(items),), user)
+    return wanted(learner.effects, small, *of).astype(np.float32)
+
+
+ONE, TWO, NEW = 17, 2**60, 400
+"""Users without a row in the model; the last one has no coefficients, either."""
+
+
+@pytest.mark.parametrize("unit", ["request", "candidate"])
+def test_a_cache_answers_nothing_that_an_event_has_changed(
+    learnt: tuple[Path, Effects, Small], unit: str
+) -> None:
+    folder, _, small = learnt
+    learner, cache = Learner(folder, None, 1000, 3600), cached(unit)
+    with served(small, learner, cache) as (_, connection):
+
+        def require(*missed: int) -> None:
+            """All is right, and of these users alone the model was asked."""
+            before = cache.cache.counts.missed
+            for user in (ONE, TWO, NEW):
+                found = asked_for(connection, user, 1, 2, 3)
+                np.testing.assert_array_equal(found, right(learner, small, user, 1, 2, 3))
+            assert cache.cache.counts.missed - before == len(missed) * (3 if unit == "candidate" else 1)
+
+        def learn(*users: int) -> None:
+            events = [{"id": f"{learner.total}.{n}", "label": 1} for n in range(len(users))]
+            item = torch.full((len(users),), 40)
+            given = body(torch.ones(len(users), 2), item, torch.tensor(users), events)
+            assert post(connection, "learn", given)[1]["learnt"] == len(users)
+
+        require(ONE, TWO, NEW)
+        assert len({right(learner, small, user, 1).item() for user in (ONE, TWO, NEW)}) == 3
+        require()
+        learn(ONE)
+        require(ONE)
+        learn(NEW)
+        require(NEW)
+        # More new ones than there is room for: who was seen longest ago has no coefficients any more.
+        learn(*range(1000, 1098))
+        assert right(learner, small, TWO, 1) == right(learner, small, 9999, 1)
+        require(TWO)
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_no_answer_has_one_part_of_before_an_event_and_one_of_after(
+    learnt: tuple[Path, Effects, Small], monkeypatch: pytest.MonkeyPatch, careful: bool
+) -> None:
+    """Of three candidates two are known, and coefficients change before the third one is scored."""
+    folder, _, small = learnt
+    learner, cache = Learner(folder, None, 1000, 3600), cached("candidate")
+    learn, changed, go_on = learner.learn, threading.Event(), threading.Event()
+
+    def slowly(*events: Any) -> Any:
+        found = learn(*events)
+        changed.set()
+        assert go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(learner, "learn", slowly)
+    if not careful:
+        monkeypatch.setattr(cache, "learning", lambda ids: None)
+    with served(small, learner, cache) as (_, connection):
+        asked_for(connection, ONE, 1, 2)
+        event = body(torch.ones(1, 2), torch.tensor([40]), torch.tensor([ONE]), [{"id": "a", "label": 1}])
+        with closing(http.client.HTTPConnection("127.0.0.1", connection.port, timeout=20)) as other:
+            posting = threading.Thread(target=post, args=(other, "learn", event))
+            posting.start()
+            try:
+                assert changed.wait(20)
+                found = asked_for(connection, ONE, 1, 2, 3)
+            finally:
+                go_on.set()
+                posting.join()
+        assert np.array_equal(found, right(learner, small, ONE, 1, 2, 3)) == careful
+        np.testing.assert_array_equal(
+            asked_for(connection, ONE, 1, 2, 3), right(learner, small, ONE, 1, 2, 3)
+        )
+
+
 def test_what_was_not_learnt_may_come_again(learnt: tuple[Path, Effects, Small]) -> None:
     learner, rng = Learner(learnt[0], None, 3, 3600), np.random.default_rng(4)
     assert learner.claim(["a", "a", "b"]).tolist() == [True, False, True]
@@ -442,6 +552,43 @@ def test_what_was_not_learnt_may_come_again(learnt: tuple[Path, Effects, Small])
     learner.claim(["c", "d"])
     learner.learn(["c", "d"], seen, *(np.ones(2),) * 3)
     assert learner.claim(["a", "b", "c", "d"]).tolist() == [True, False, False, False]
+
+
+def test_on_a_full_disk_events_are_learnt_and_told_as_not_saved(
+    learnt: tuple[Path, Effects, Small],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, _, small = learnt
+    learner, rng = Learner(folder, tmp_path / "learnt", 1000, 0), np.random.default_rng(8)
+    monkeypatch.setattr(logging.getLogger("recpipe"), "propagate", True)
+    with served(small, learner) as (_, connection):
+
+        def learn(number: int) -> dict[str, Any]:
+            status, told = post(
+                connection,
+                "learn",
+                body(*samples(rng, 2), [{"id": f"{number}.{n}", "label": n} for n in (0, 1)]),
+            )
+            assert status == 200, told
+            return told
+
+        assert learn(0) == {"learnt": 2, "again": 0, "total": 2, "saved": 2}
+        with monkeypatch.context() as patch:
+            patch.setattr("recpipe_lambda_learner.online.save_tensors", full)
+            assert learn(1) == {"learnt": 2, "again": 0, "total": 4, "saved": 2}
+            assert "No space left on device; free space, or " in caplog.text
+            with pytest.raises(UserError, match="cannot write .*: No space left on device"):
+                learner.close()
+        left = [*(tmp_path / "learnt" / FOLDER).iterdir()]
+        assert len(left) == 1, "what was begun is removed"
+        assert learn(2) == {"learnt": 2, "again": 0, "total": 6, "saved": 6}
+    assert Learner(folder, tmp_path / "learnt", 1000, 0).total == 6
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_token_is_one_line_that_is_hard_to_guess(tmp_path: Path) -> None:

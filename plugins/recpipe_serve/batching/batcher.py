@@ -120,7 +120,7 @@ class Batcher:
         queue is full, or if those before it are expected to take longer than it can wait."""
         if not self.alive:
             raise Refused(503, "stopping", "the server is stopping")
-        if self.answers is not None:
+        if self.answers is not None and asked.taught is None:
             found, ticket = self.answers.find(asked)
             asked.done = done
             if found is not None:

@@ -31,7 +31,8 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 Changed = Mapping[int, torch.Tensor] | None
-"""By the places of features the rows int64 [n] in which two versions differ; None: they do in more."""
+"""By the places of features the rows int64 [n] in which two versions differ, of entities whose ids get rows
+as they come the keys; None: they do in more."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,8 @@ class Versions:
             for feature, table in about["parts"]:
                 if table in rows:
                     found.setdefault(names.index(feature), []).append(rows[table])
+        if any("map" in self.answering.manifest["sparse"][place] for place in found):
+            return None  # requests have keys there, and not rows
         for n, about in enumerate(self.answering.manifest.get("effects", ())):
             own = [step.effects[n].keys for step in steps if step and n in step.effects]
             own += [
@@ -303,8 +306,6 @@ class Versions:
             ]
             if own:
                 found.setdefault(names.index(about["entity"]), []).extend(own)
-        if any("map" in self.answering.manifest["sparse"][place] for place in found):
-            return None  # entities are keys there, and not rows
         return {feature: torch.from_numpy(np.unique(torch.cat(own))) for feature, own in found.items()}
 
     def forget(self) -> list[Step | None]:

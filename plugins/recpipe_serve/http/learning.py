@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,7 @@ LONGEST = 256
 """Characters of an event's id."""
 HEAVIEST = 1e6
 """The largest weight of an event."""
+RELOADED = "another package is served now; send the events again"
 
 
 class Posted(NamedTuple):
@@ -70,8 +72,14 @@ class Learner(Learns, Protocol):
     def release(self, ids: list[str]) -> None:
         """Take back that these have come."""
 
-    def learn(self, ids: list[str], seen: Seen, clicks: Array, weights: Array, offsets: Array) -> None:
-        """Learn these events, or release them; in one thread."""
+    def evicts(self, seen: Seen) -> bool:
+        """Whether learning these may take other entities' coefficients away, to have room for new ones."""
+
+    def learn(
+        self, ids: list[str], seen: Seen, clicks: Array, weights: Array, offsets: Array
+    ) -> Sequence[Array]:
+        """Learn these events, or release them; in one thread. By each effect the entities whose coefficients
+        are others now, int64 [n]."""
 
     def close(self) -> None:
         """Write what was learnt; nothing is learnt any more."""
@@ -84,6 +92,9 @@ class Learning:
         self._token, self._most = token.encode(), most
         self._thread = ThreadPoolExecutor(1, "learns")
         self._waiting = 0
+        self._held = asyncio.Lock()
+        """Held while answers that will differ are not given."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def require(self, authorization: str | None) -> None:
         """``Refused`` unless the header has the token."""
@@ -94,10 +105,11 @@ class Learning:
             )
 
     async def learn(
-        self, learner: Learner, posted: Posted, inputs: Asked, batcher: Batcher
+        self, learner: Learner, posted: Posted, inputs: Asked, batcher: Batcher, entities: Sequence[int]
     ) -> dict[str, Any]:
         """Have the ``posted`` events learnt that have not come before, whose ``inputs`` the model scores
-        first; what was done. ``Refused`` if too many wait, and what scoring raises."""
+        first; what was done. ``entities``: of each effect the place of the feature whose ids have
+        coefficients. ``Refused`` if too many wait, and what scoring raises."""
         if self._waiting >= self._most:
             raise Refused(503, "queue_full", f"{self._most} bodies of events wait already; try again later")
         fresh = learner.claim(posted.ids)
@@ -108,19 +120,52 @@ class Learning:
                 try:
                     by, seen, offsets = await self._scored(inputs, batcher)
                     if by is not learner:
-                        raise Refused(503, "reloaded", "another package is served now; send the events again")
+                        raise Refused(503, "reloaded", RELOADED)
                 except BaseException:
                     learner.release(own)
                     raise
                 seen = [(ids[fresh], values[fresh]) for ids, values in seen]
                 arguments = own, seen, posted.clicks[fresh], posted.weights[fresh], offsets[fresh]
                 # Whoever goes away meanwhile does not undo it.
-                loop = asyncio.get_running_loop()
-                await asyncio.shield(loop.run_in_executor(self._thread, learner.learn, *arguments))
+                learning = asyncio.create_task(self._learn(learner, batcher, entities, *arguments))
+                self._tasks.add(learning)
+                learning.add_done_callback(self._tasks.discard)
+                await asyncio.shield(learning)
             finally:
                 self._waiting -= 1
         counts = {"learnt": len(own), "again": len(fresh) - len(own)}
         return counts | {"total": learner.total, "saved": learner.saved}
+
+    async def _learn(
+        self,
+        learner: Learner,
+        batcher: Batcher,
+        entities: Sequence[int],
+        ids: list[str],
+        seen: Seen,
+        *rest: Any,
+    ) -> None:
+        """Have events learnt. What stands in front of the model gives no answer meanwhile that they change,
+        and no batch is being scored that was to complete one: none has a part of before and one of after."""
+        answers, loop = batcher.answers, asyncio.get_running_loop()
+        learn = partial(loop.run_in_executor, self._thread, learner.learn, ids, seen, *rest)
+        if answers is None:
+            await learn()
+            return
+        async with self._held:  # what one body holds back another one must not let go
+            told = [own for own, _ in seen]
+            answers.learning(None if learner.evicts(seen) else by_place(entities, told))
+            changed = None
+            try:
+                batcher.whole_again()
+                await batcher.drained()
+                if getattr(getattr(batcher.score, "correct", None), "live", None) is not learner:
+                    learner.release(ids)
+                    raise Refused(503, "reloaded", RELOADED)
+                told += await learn()
+                changed = by_place([*entities, *entities], told)
+            finally:
+                answers.learnt(changed)
 
     async def _scored(self, inputs: Asked, batcher: Batcher) -> tuple[Learns | None, Seen, Array]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -143,6 +188,14 @@ class Learning:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
+
+
+def by_place(places: Sequence[int], ids: Sequence[Array]) -> dict[int, Array]:
+    """The distinct ``ids`` int64 [n] of features at these ``places``, some of which may be equal."""
+    return {
+        place: np.unique(np.concatenate([own for at, own in zip(places, ids, strict=True) if at == place]))
+        for place in dict.fromkeys(places)
+    }
 
 
 def read_token(file: str | None) -> str:

@@ -86,7 +86,9 @@ class OwnAddresses:
             )
             _, inputs = server.heads.read(body, header)
             posted = Posted.parse(body[: json_length(header, len(body))], inputs.samples)
-            told = await learning.learn(learner, posted, inputs, server.batcher)
+            names = [feature["name"] for feature in server.manifest["sparse"]]
+            entities = [names.index(about["entity"]) for about in server.manifest.get("effects", ())]
+            told = await learning.learn(learner, posted, inputs, server.batcher, entities)
         except ClientDisconnect:
             raise
         except Exception as fault:
