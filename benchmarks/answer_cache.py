@@ -1,12 +1,16 @@
 """What a cache of answers by approximate keys gains a server, on a trace of customers who come back.
 
-    python benchmarks/answer_cache.py --data online_retail.parquet [--only NAME ...] [--http] [--write]
+    python benchmarks/answer_cache.py --data online_retail.parquet [--taobao taobao_110k.parquet]
+        [--only NAME ...] [--http] [--write]
 
 Models of three sizes are trained for some steps on two years of a wholesaler's invoices, by article, price,
 customer, country and the age of the invoice, and packaged. A request is an invoice at its time: its customer,
 country and age beside the 100 articles at a price that come most often (of ``candidates`` beside 100 of the
 300 that do, drawn anew for each request by how often they come). A customer who comes back has another age,
 so that few requests are equal. The first three quarters of a trace fill the caches; the rest is measured.
+``DIN``: two hours of a shop's users (Taobao), each event that follows others of its user beside the 100 items
+that come most often. A user's histories differ at each event, so that no request is equal to another; keys
+leave the items before out and have the category before as it is, by the hash of the latest of that history.
 ``recpipe answer-cache`` replays the trace in this process: the model alone, exact and approximate keys, and
 similarity caching (FAISS), whose radius is chosen knowing its true error. ``--http``: the trace of the first
 case, each request once and in order, over 16 connections to ``recpipe serve`` with and without the plugin,
@@ -51,6 +55,11 @@ RULES = "[{feature: InvoiceDate_age, by: round, size: 4}]"
 ITEMS, CANDIDATES, PORT = ("StockCode", "UnitPrice"), 100, 8790
 
 
+RETAIL_TRACE = (f"items=[{','.join(ITEMS)}]", "visit=[InvoiceNo]", "time=InvoiceDate")
+TAOBAO_TRACE = ("items=[item,category]", "visit=[user,ts]", "time=ts", "similar=false")
+HISTORIES = "[{feature: items, by: skip}, {feature: categories, by: history, size: 1}]"
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and how its trace is replayed."""
@@ -59,6 +68,8 @@ class Case:
     requests: int
     trace: tuple[str, ...] = ()
     knobs: tuple[str, ...] = ()
+    taobao: bool = False
+    """Whether it is of that data."""
 
 
 KAGGLE = ("model.bottom=[512,256,64]", "model.top=[512,256]")
@@ -74,6 +85,7 @@ CASES = {
         ("similar=false",),
     ),
     "DLRM, small": Case((), 20_000),
+    "DIN": Case(("experiment=taobao_din",), 10_000, taobao=True),
     "candidates": Case(
         KAGGLE,
         10_000,
@@ -87,6 +99,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Online Retail II as parquet")
+    parser.add_argument("--taobao", type=Path, help="events of Taobao as parquet, for DIN")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--requests", type=int, help="of each trace, in the place of its own number")
     parser.add_argument("--steps", type=int, default=400, help="of training (default 400)")
@@ -95,6 +108,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="keep the figures")
     parser.add_argument("--http", action="store_true", help="through recpipe serve, too")
     options = parser.parse_args()
+    if options.taobao is None:
+        options.only = [case for case in options.only if not CASES[case].taobao]
+    if options.http and CASES[options.only[0]].taobao:
+        parser.error("--http is of a case of the wholesaler's: name one first")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found: dict[tuple[str, float], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -104,13 +121,16 @@ def main() -> int:
             folder = Path(name) / str(len(made))
             if own.model not in made:
                 folder.mkdir()
-                made[own.model] = packaged(folder, options.data, options.steps, own.model)
+                data = [f"data.path={options.taobao}"] if own.taobao else retail(folder, options.data)
+                made[own.model] = packaged(folder, options.steps, [*data, *own.model])
             run, package = made[own.model]
             for bound in options.bounds:
                 count = options.requests or own.requests
                 words = [f"requests={count}", f"warm={count * 3 // 4}", f"rounds={options.rounds}"]
                 words += [f"hydra.run.dir={name}/{case} {bound}".replace(" ", "_"), *own.trace]
-                found[case, bound] = replayed(run, package, words, [*knobs(bound), *own.knobs])
+                words += TAOBAO_TRACE if own.taobao else RETAIL_TRACE
+                rules = HISTORIES if own.taobao else RULES
+                found[case, bound] = replayed(run, package, words, [*knobs(bound, rules), *own.knobs])
         if options.write:
             write(found, options)
         if options.http:
@@ -119,22 +139,25 @@ def main() -> int:
     return 0
 
 
-def packaged(folder: Path, data: Path, steps: int, model: Sequence[str]) -> tuple[Path, Path]:
+def retail(folder: Path, data: Path) -> list[str]:
+    """The words of the wholesaler's data."""
+    features = {"labels": [{"name": "dozen", "expression": "Quantity >= 12"}], "features": FEATURES}
+    (folder / "features.yaml").write_text(json.dumps(features | {"unread": ["InvoiceNo"]}))
+    return ["experiment=online_retail", f"data.path={data}", f"data.features={folder}/features.yaml"]
+
+
+def packaged(folder: Path, steps: int, words: Sequence[str]) -> tuple[Path, Path]:
     """A trained run and its package."""
     import recpipe
 
-    features = {"labels": [{"name": "dozen", "expression": "Quantity >= 12"}], "features": FEATURES}
-    (folder / "features.yaml").write_text(json.dumps(features | {"unread": ["InvoiceNo"]}))
-    words = ["experiment=online_retail", f"data.path={data}", f"data.features={folder}/features.yaml"]
-    words += [f"data.cache_dir={folder}/cache", f"trainer.max_steps={steps}", "trainer.logger=null"]
-    words += model
-    usual = ["trainer.eval_every=1.0", "trainer.limit_val_batches=4"]
-    recpipe.train(None, None, *words, *usual, output=folder / "run", quiet=True).close()
+    own = [f"data.cache_dir={folder}/cache", f"trainer.max_steps={steps}", "trainer.logger=null"]
+    own += ["trainer.eval_every=1.0", "trainer.limit_val_batches=4"]
+    recpipe.train(None, None, *words, *own, output=folder / "run", quiet=True).close()
     return folder / "run", recpipe.package(folder / "run", folder / "m.recpipe", reference=False, quiet=True)
 
 
-def knobs(bound: float) -> list[str]:
-    own = {"bound": bound, "keys": RULES, "levels": 2, "beta": 1.5, "dwell": 500}
+def knobs(bound: float, rules: str = RULES) -> list[str]:
+    own = {"bound": bound, "keys": rules, "levels": 2, "beta": 1.5, "dwell": 500}
     return [f"plugins.answer_cache.{key}={value}" for key, value in own.items()]
 
 
@@ -142,13 +165,7 @@ def replayed(run: Path, package: Path, words: list[str], own: list[str]) -> dict
     """In this process."""
     from recpipe_answer_cache.command import compare_caches
 
-    trace = [
-        f"items=[{','.join(ITEMS)}]",
-        f"candidates={CANDIDATES}",
-        "visit=[InvoiceNo]",
-        "time=InvoiceDate",
-    ]
-    return compare_caches(run, [f"package={package}", *trace, *words, *own])
+    return compare_caches(run, [f"package={package}", f"candidates={CANDIDATES}", *words, *own])
 
 
 def write(found: dict[tuple[str, float], dict[str, Any]], options: argparse.Namespace) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +29,7 @@ from recpipe_serve.fresh.follower import Follower, catch_up, wanted_version
 from recpipe_serve.fresh.gate import Recent
 from recpipe_serve.fresh.reading import DeltaReader, ReadDelta, ReaderProcess, serve
 from recpipe_serve.fresh.versions import Kept, Versions
+from recpipe_serve.tests.clients import Clients, children
 
 import recpipe
 from recpipe.answers import score
@@ -326,6 +330,35 @@ def test_a_gate_judges_by_labels_and_by_trainings_own_figures(base: Path, tmp_pa
     asyncio.run(labelled())
 
 
+def test_a_gate_holds_back_what_is_not_calibrated_to_the_labels(base: Path, tmp_path: Path) -> None:
+    """Labels are drawn by the base's own predictions; the second version has other biases, the first not."""
+    version, rng = Version.of_package(base, read_manifest(base)), np.random.default_rng(0)
+    for more in (0.0, 2.0):
+        dense = {
+            name: value + (more if name.endswith("bias") else 0.0)
+            for name, value in score.tensors(base / "dense.safetensors").items()
+            if value.is_floating_point()
+        }
+        change = Change(version.step + 1, time.time(), time.time(), {}, {}, dense)
+        version = write_delta(tmp_path, version, change).version
+
+    async def run() -> None:
+        served = Served(base, tmp_path, gate_calibration=0.25, gate_samples=100)
+        served.server.batcher.start()
+        for number, asked in enumerate(requests(base, 60)):
+            found = await served.ask(asked, f"r{number}")
+            labels = (rng.random(len(found)) < found.sigmoid().numpy()).astype(float).tolist()
+            served.follower.labelled([{"id": f"r{number}", "label": labels}], {"score": "clicks"})
+        await served.follower.look()
+        assert served.follower.told()["answering"] == 1
+        await served.follower.look()
+        assert served.follower.told()["answering"] == 1
+        assert "calibration of 'score' on the last 300 labelled" in served.follower.versions.kept[-1].refused
+        await served.server.batcher.close()
+
+    asyncio.run(run())
+
+
 def test_what_is_recent_is_bounded() -> None:
     recent, asked = Recent(12), object()
     for number in range(10):
@@ -427,3 +460,52 @@ def test_words_of_following() -> None:
     with pytest.raises(UserError, match="versions"):
         serve_config(["versions=1"])
     assert json.loads(json.dumps(serve_config([]).gate_drift)) is None
+
+
+@pytest.mark.soak  # test_workers holds what supervisor and workers say to each other
+@pytest.mark.slow
+def test_all_workers_go_back_together_and_one_that_starts_again_is_there(
+    base: Path, deltas: Path, packages: list[Path], tmp_path: Path
+) -> None:
+    words = ("port=0", "workers=2", f"follow={deltas}", "poll_seconds=0.05", "rollback=true", "name=m")
+    server = processes.Child(tmp_path / "server", "serve", str(base), *words, merged=True)
+
+    def require(number: int, seconds: float = 1.0) -> None:
+        """All connections, of which each worker has some, are answered by this version alone."""
+        with Clients(address, [Scorer(packages[number], mapped=True)]).asking() as clients:
+            time.sleep(seconds)
+        assert not clients.wrong, (number, clients.wrong[:3])
+        assert clients.by[0] > 20
+
+    def go_to(content: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        asked = urllib.request.Request(f"{address}/deltas", json.dumps(content).encode())
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as refused:
+            return refused.code, json.loads(refused.read())
+
+    try:
+        found = re.search(r"at (http\S+/v2/models/m); 2 workers", server.until("golden"))
+        assert found is not None
+        address = found[1]
+        require(DELTAS)
+        status, told = go_to({"sequence": 1})
+        assert (status, told["answering"], told["following"]) == (200, 1, False)
+        require(1)
+        status, told = go_to({"sequence": 9})
+        assert (status, "version 9 is not kept" in told["error"]) == (400, True)
+        require(1)
+        workers = children(server.pid)
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        require(1, 0.3)
+        server.until("answers again")
+        require(1)
+        status, told = go_to({"follow": True})
+        assert (status, told["answering"], told["following"]) == (200, DELTAS, True)
+        require(DELTAS)
+        server.send(signal.SIGTERM)
+        assert server.ended().returncode == 0
+    finally:
+        server.kill()

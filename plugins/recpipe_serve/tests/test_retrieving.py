@@ -128,8 +128,8 @@ def by_hand(directory: Path, user: Mapping[str, Any], items: list[dict[str, Any]
     assert preparation.features is not None
     columns = preparation.features.inputs
     rows = [{n: v for n, v in {**user, **item}.items() if n in columns} for item in items]
-    asked = Features(scorer.manifest, 4096).asked(RawValues(preparation).inputs(rows))
-    every = [asked.bags(f, of_each=True) for f in range(len(scorer.manifest["sparse"]))]
+    asked = Features(scorer.manifest, 4096, scorer.maps).asked(RawValues(preparation).inputs(rows))
+    every = [asked.bags(f, of_each=True, keyed=True) for f in range(len(scorer.manifest["sparse"]))]
     lengths = np.concatenate([np.broadcast_to(own.lengths, len(rows)) for own in every])
     ids = np.concatenate([own.ids for own in every])
     return scorer(*map(torch.from_numpy, (asked.dense, ids, lengths)))
@@ -251,6 +251,30 @@ def test_a_ranker_whose_ids_grow_follows_deltas_and_its_candidates_stay(
                 time.sleep(0.01)
             assert found_by(port, **ask_for) == wanted
     assert before["scores"] != wanted["scores"], "or the delta changes nothing"
+
+
+@pytest.mark.soak  # by default the ranker's ids grow, and the towers' are served as all others are
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_towers_whose_ids_grow_find_what_their_index_does(kind: str, shop: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").symlink_to(shop / "rows.parquet")
+    user, item = ({**own, "rows": "dynamic", "capacity": most} for own, most in ((USER, 90), (ITEM, 400)))
+    of_towers = ["model=two_tower", "model.loss=in_batch_softmax", "model.normalize=true"]
+    given = [user, SEEN, item, SHOP, PRICE]
+    trained(tmp_path, "towers", ["bought"], given, *of_towers, "trainer.max_steps=4")
+    own = [f"output={tmp_path}/index", "item=item", "columns=[shop,price]", f"kind={kind}"]
+    make_index(tmp_path / "towers", [*own, f"hydra.run.dir={tmp_path}/index-run"])
+    with uncompiled():
+        told: dict[str, Any] = {"dense": "float32", "reference": False, "quiet": True}
+        package = recpipe.package(shop / "ranker", tmp_path / "m.recpipe", index=tmp_path / "index", **told)
+        assert score.Scorer(package / RETRIEVER).maps, "or no id of the query grows"
+        with served(package) as (port, _):
+            vectors = set()
+            for number in (17, 3, 10**9):  # the last one has no row
+                who = {**WHO, "user": number}
+                answer = found_by(port, user=who, k=7, n=40)
+                require_found(answer, package, tmp_path / "index", who, 40)
+                vectors.add(tuple(answer["similarity"]))
+            assert len(vectors) == 3
 
 
 # -- what users do, with compiled programs -------------------------------------------------------
