@@ -62,8 +62,15 @@ LONG = (
     "plugins/recpipe_neo/tests/test_neo_ranks.py",
     "plugins/recpipe_perf_model/tests/test_replay.py",
     "plugins/recpipe_fae/tests/test_exact.py",
+    # Shorter ones that would be among the last.
+    "plugins/recpipe_serve/tests/test_retrieving.py",
+    "plugins/recpipe_slipstream/tests/test_ranks.py",
+    "plugins/recpipe_scale_out/tests/test_processes.py",
+    "plugins/recpipe_serve/tests/test_raw.py",
+    "plugins/recpipe_retrieval/tests/test_settings.py",
+    "plugins/recpipe_quantize/tests/test_quantize_ranks.py",
 )
-"""Files that take 13 s and more of a core, the longest first."""
+"""Files that take 13 s and more of a core, the longest first, and then what is waited for at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from recpipe.backend import calibrate
 from recpipe.common.process import _LEVELS, _set_levels
 from recpipe.data.dataset import Dataset
 from recpipe.data.make import open_dataset
 from recpipe.data.sources.criteo_columns import SPARSE
 from recpipe.plugin.offers import GROUPS
-from recpipe.report import plots
+from recpipe.report import plots, run_page
 from recpipe.testing import apart
-from tests import composing, generating
+from tests import baselines, composing, generating
 from tests.arguments import leave_environment
 from tests.drawing import DRAWN, leave_blank
 from tests.loops import make_loops
@@ -92,10 +93,12 @@ def _shared_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _forked_ranks() -> Iterator[None]:
-    """The ranks of plugins' suites come from the server of ``tests.processes``."""
+def _forked_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The ranks of plugins' suites come from the server of ``tests.processes``; see ``tests.baselines``."""
+    folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apart, "PRELOAD", ["tests.preloaded"])
+        baselines.share(patch, folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
         yield
 
 
@@ -104,6 +107,24 @@ def _blank_plots() -> Iterator[None]:
     """See ``tests.drawing``."""
     with pytest.MonkeyPatch.context() as patch:
         leave_blank(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _unwritten_pages(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A run's page is written where the tests of a file look at one: it takes a tenth of a short run."""
+    code = Path(request.module.__file__).read_text(encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        if "report.html" not in code and "run_page" not in code:
+            patch.setattr(run_page, "write", lambda report, directory: directory / "report.html")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_rounds() -> Iterator[None]:
+    """A back end's choices are measured once, and not in five rounds: all of them train the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "ROUNDS", 1)
         yield
 
 

@@ -57,13 +57,22 @@ from tests.report.test_report import make_report
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_user_errors_are_one_line_and_exit_2(cli: Cli, arguments: list[str], message: str) -> None:
+def test_user_errors_are_one_line_and_exit_2(job, capsys, arguments: list[str], message: str) -> None:
+    def run(*given: object) -> None:
+        raise AssertionError("it is refused before anything is run")
+
+    assert job(run, *arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("arguments", [("trainer.max_stepz=3",), ("-m", "trainer.max_stepz=1,2"), ("trian",)])
+def test_a_process_says_no_more_than_the_line(cli: Cli, arguments: tuple[str, ...]) -> None:
     done = cli(*arguments)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2, done.stderr
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert message in lines[0]
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_full_error_shows_the_traceback(cli: Cli) -> None:

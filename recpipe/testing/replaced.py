@@ -40,8 +40,7 @@ class Replaced:
         with warnings.catch_warnings():  # of names that are deprecated
             warnings.simplefilter("ignore")
             self._look(libraries)
-        busy = [(name, *self.spaces[name]) for name in dict.fromkeys(BUSY) if name in self.spaces]
-        self.busy = [(name, space, [*content], [*content.values()]) for name, space, content in busy]
+        self.busy = [(name, *self.spaces[name]) for name in dict.fromkeys(BUSY) if name in self.spaces]
 
     def _look(self, libraries: Collection[str]) -> None:
         seen: set[int] = set()
@@ -63,17 +62,16 @@ class Replaced:
 
     def glance(self) -> Iterator[str]:
         """What is replaced at this moment of the most used names: names, and by what."""
-        for name, space, keys, values in self.busy:
-            more = isinstance(space, type) and len(vars(space)) > len(keys)
-            if more or not all(map(operator.is_, map(vars(space).get, keys), values)):
-                yield from _changes(name, space, self.spaces[name][1])
+        for name, space, content in self.busy:
+            yield from _changes(name, space, content)
 
     def all(self) -> Iterator[str]:
         """What is replaced at this moment: names, and by what."""
         for name, (space, content) in self.spaces.items():
             yield from _changes(name, space, content)
-        for name, (function, *before) in self.codes:
-            if [*_code(function)[1:]] != before:
+        for name, before in self.codes:
+            now = _code(before[0])
+            if not all(map(operator.is_, now, before)) and now != before:
                 yield f"{name} (its code)"
 
 
@@ -94,6 +92,9 @@ def _code(function: types.FunctionType) -> _Code:
 
 def _changes(name: str, space: Any, content: Mapping[str, Any]) -> Iterator[str]:
     now = vars(space)
+    more = isinstance(space, type) and len(now) > len(content)
+    if not more and all(map(operator.is_, map(now.get, content), content.values())):
+        return  # as nearly all are, and a suite looks at half a million names after each run
     for key, value in content.items():
         other = now.get(key)
         if other is value:
@@ -107,7 +108,7 @@ def _changes(name: str, space: Any, content: Mapping[str, Any]) -> Iterator[str]
         constant = isinstance(value, _PLAIN) or (isinstance(value, int) and key.isupper())
         if _acts(value) or (constant and other != value):
             yield f"{name}.{key} ({_described(other)})"
-    if isinstance(space, type) and len(now) > len(content):
+    if more:
         inherited = set(chain.from_iterable(vars(base) for base in space.__mro__[1:]))
         for key in now.keys() - content.keys():
             if key in inherited and _acts(now[key]):

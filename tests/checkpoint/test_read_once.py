@@ -59,6 +59,12 @@ LIKE = (
 """Resumed as "ssd", as "rounded" and "partly frozen", and as "sharded in tiers"."""
 
 
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Path]:
+    """The checkpoints that tests here have left, by kind."""
+    return {}
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts rows read by tensor, tables loaded by the library, first values made, and bytes written to an
@@ -96,9 +102,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     "kind", [pytest.param(kind, marks=[pytest.mark.soak] * (kind in LIKE)) for kind in KINDS]
 )
 def test_a_resumed_run_reads_each_row_once_and_makes_no_first_value(
-    tmp_path: Path, kind: str, counted: Counter[str]
+    tmp_path: Path, kind: str, counted: Counter[str], runs: dict[str, Path]
 ) -> None:
-    checkpoint = saved(tmp_path / "run", KINDS[kind])
+    checkpoint = runs[kind] = saved(tmp_path / "run", KINDS[kind])
     assert counted["first values"] == sum(ROWS.values()), "a new run makes them"
     counted.clear()
     files = open_tables(checkpoint / "tables")
@@ -143,8 +149,10 @@ def trained(folder: Path, overrides: Sequence[str]) -> dict[str, NDArray[np.floa
         if kind != "het"
     ],
 )
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path, kind: str) -> None:
-    checkpoint = saved(tmp_path / "run", KINDS[kind])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    tmp_path: Path, kind: str, runs: dict[str, Path]
+) -> None:
+    checkpoint = runs.get(kind) or saved(tmp_path / "run", KINDS[kind])
     whole = trained(tmp_path / "whole", KINDS[kind])
     resumed = trained(tmp_path / "on", [*KINDS[kind], f"resume={checkpoint}"])
     assert whole.keys() == resumed.keys()

@@ -23,7 +23,6 @@ from recpipe.plugin.conf import package_conf, package_confs
 from recpipe.plugin.load import installed
 from recpipe.plugin.tables import KNOBS, TableOptimizer
 
-pytestmark = pytest.mark.usefixtures("composed_anew")
 ROOTS = [conf_dir(), *package_confs()]
 missing = object()
 FILES = sorted({file for root in ROOTS for file in root.glob("*/*.yaml")})
@@ -48,7 +47,8 @@ def default() -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_composes(file: Path, default: set[str]) -> None:
-    """And errors find each option by the keys that it adds."""
+    """And errors find each option by the keys that it adds. Nothing else chooses it alone, so that it is
+    composed here, if not before."""
     recipe = selected(file)
     group, option = file.parent.name, file.stem
     assert "plugin" not in recipe
@@ -108,6 +108,7 @@ def test_what_hydra_1_4_says_of_1_5_is_not_shown(said: str) -> None:
     assert [str(warning.message) for warning in heard] == ["a user's own"]
 
 
+@pytest.mark.usefixtures("composed_anew")
 def test_the_launchers_keys_are_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra 1.4 warns of a second time."""
     compose()

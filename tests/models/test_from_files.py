@@ -55,7 +55,7 @@ def features_of(file: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name not in ("deepfm", "din"))) for name in MODELS],
+    [pytest.param(name, marks=[pytest.mark.soak] * (name != "din")) for name in MODELS],
 )
 def test_a_recipe_names_it(file: Path, tmp_path: Path, name: str) -> None:
     words = ["data=files", f"data.path={file}", f"data.features={features_of(file, name)}"]

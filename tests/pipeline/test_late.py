@@ -111,10 +111,26 @@ def furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
+def ways(*policies: str) -> pytest.MarkDecorator:
+    """Each optimizer under each policy, with the batch's own ids and without. By default one optimizer goes
+    every way, and the others the one that has all of it in tiers."""
+    return pytest.mark.parametrize(
+        ("optimizer", "policy", "own"),
+        [
+            pytest.param(
+                *(optimizer, policy, own),
+                marks=() if optimizer == "rowwise_adagrad" or (policy == "hot" and own) else pytest.mark.soak,
+                id=f"{optimizer}-{policy}-{'own and others' if own else 'others alone'}",
+            )
+            for optimizer in OPTIMIZERS
+            for policy in policies
+            for own in (False, True)
+        ],
+    )
+
+
 @pytest.mark.parametrize("splitter", [None, AnySplit(1, True)], ids=["whole", "parts"])
-@pytest.mark.parametrize("own", [False, True], ids=["others alone", "own and others"])
-@pytest.mark.parametrize("policy", ["resident", "nocache", "lru", "hot"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@ways("resident", "nocache", "lru", "hot")
 def test_trains_as_a_loop_by_hand(tmp_path, optimizer, policy, own, splitter) -> None:
     state, late = by_recpipe(own, policy, tmp_path, optimizer=optimizer, splitter=splitter)
     assert furthest(state, by_hand(own, optimizer)) < BOUND[optimizer]
@@ -123,9 +139,7 @@ def test_trains_as_a_loop_by_hand(tmp_path, optimizer, policy, own, splitter) ->
     assert furthest(state, TwoLooks(own).state_dict()) > 1e-2
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["others alone", "own and others"])
-@pytest.mark.parametrize("policy", ["resident", "hot"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@ways("resident", "hot")
 def test_in_one_backward_pass_as_on_a_gpu(tmp_path, monkeypatch, optimizer, policy, own) -> None:
     """Rows that the model does not use have no part in it, and are updated by zeros as in two passes."""
     zeros = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from recpipe.pipeline.splitting import AHEAD, BLOCK, LOOKED, WATCHED, Splitting
 from recpipe.plugin.calls import Owned
+from recpipe.plugin.errors import PluginError
 from recpipe.plugin.splitter import Split, Splitter
 from tests.pipeline.samples import Listed, collection_of, loader_of
 from tests.plugin.samples import ACME
@@ -166,6 +168,28 @@ def test_micro_batches_come_in_steps() -> None:
     split = splitting.cut(None, NEEDS_COLD)  # type: ignore[arg-type]
     assert split is not None
     assert split.bounds == (16, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (None, "split() returned NoneType, not a Split"),
+        (Split(np.arange(31), (31,)), "an order of int64 [31] for a batch of 32 samples"),
+        (Split(np.arange(32) // 2, (32,)), "an order without sample 16: it must be a permutation of 0 .. 31"),
+        (Split(np.arange(32), (20, 31)), "bounds (20, 31): they must grow and end with 32, the batch's"),
+        (Split(np.arange(32), (20, 10, 32)), "bounds (20, 10, 32): they must grow and end with 32"),
+        (Split(np.arange(32), ()), "bounds (): they must grow and end with 32"),
+    ],
+)
+def test_what_is_no_split_is_told_with_the_plugins_name(made: Any, said: str) -> None:
+    class Wrong(Splitter):
+        def split(self, batch: Any, needs_cold: np.ndarray) -> Split:
+            return made  # type: ignore[no-any-return]
+
+    splitting = Splitting(Owned.of(ACME, Wrong()), "always", step=2)
+    splitting.begin_epoch(0)
+    with pytest.raises(PluginError, match=rf"^plugin {re.escape(str(ACME))}.*{re.escape(said)}"):
+        splitting.cut(None, NEEDS_COLD)  # type: ignore[arg-type]
 
 
 class Noting(Splitting):

@@ -87,18 +87,22 @@ CAUGHT = [
         dropout="loss of the first step",
     ),
     Cheat("half_tables", CHEATING, MODEL, "it was not stored in float32"),
-    *cheats("misplaced", SAMPLES, hit="in the slot of a row that this batch looks up"),
     *cheats(  # as in tests/tables/test_decided
         "misplaced",
         SAMPLES,
         twin=True,
+        hit="in the slot of a row that this batch looks up",
         unmissed="a row that is not among the misses",
         twice="something in a slot twice",
         beyond="and there are",
     ),
-    *cheats("wrong_split", SAMPLES, repeats="it must be a permutation"),
-    # As in tests/pipeline/test_splitting.
-    *cheats("wrong_split", SAMPLES, twin=True, short="must grow and end with"),
+    *cheats(  # as in tests/pipeline/test_splitting
+        "wrong_split",
+        SAMPLES,
+        twin=True,
+        repeats="it must be a permutation",
+        short="must grow and end with",
+    ),
     *cheats("wrong_split", TECHNIQUE, whole="its splitter cut none of 64 batches"),
     # As gradients on two ranks, and zeroed.
     Cheat("wrong_split", {"how": "by rank"}, RANKS, "more often than once", twin=True),

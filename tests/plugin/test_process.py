@@ -42,29 +42,31 @@ def test_nothing_is_told_of_a_process_that_was_left_alone(before: Process) -> No
     assert only(before.changed(), known) == only(before.left(), known) == []
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "at_once"),
-    [
-        (torch.nn.functional, "relu", True),
-        pytest.param(torch, "sigmoid", True, marks=pytest.mark.soak),
-        pytest.param(torch.Tensor, "mul", True, marks=pytest.mark.soak),
-        (np, "sort", True),
-        pytest.param(L.Trainer, "fit", False, marks=pytest.mark.soak),
-        pytest.param(nn.ReLU, "forward", False, marks=pytest.mark.soak),
-        (nn.ReLU, "__call__", False),  # inherited until now
-        (os, "listdir", False),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_replaced_functions(before: Process, monkeypatch, owner, name, at_once) -> None:
+REPLACED = {
+    "torch.nn.functional.relu": (torch.nn.functional, "relu"),
+    "torch.sigmoid": (torch, "sigmoid"),
+    "torch.Tensor.mul": (torch.Tensor, "mul"),
+    "numpy.sort": (np, "sort"),
+    "lightning.pytorch.trainer.trainer.Trainer.fit": (L.Trainer, "fit"),
+    "torch.nn.modules.activation.ReLU.forward": (nn.ReLU, "forward"),
+    "torch.nn.modules.activation.ReLU.__call__": (nn.ReLU, "__call__"),  # inherited until now
+    "os.listdir": (os, "listdir"),
+}
+AT_ONCE = [*REPLACED][:4]
+"""Those that are looked at in every step."""
+
+
+def test_replaced_functions(before: Process, monkeypatch) -> None:
+    """All at once, since a look at everything takes half a second."""
     known = list(before.left())
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, other)
-        [said] = only(before.left(), known)
-        at_once_said = only(before.changed(), known)
-    assert said.startswith(f"replaces {owner.__module__ + '.' if isinstance(owner, type) else ''}")
-    assert f"{owner.__name__}.{name} (now other of plugin/test_process.py, line" in said
-    assert at_once_said == [said] * at_once
+        for owner, name in REPLACED.values():
+            patch.setattr(owner, name, other)
+        said, at_once = only(before.left(), known), only(before.changed(), known)
+    place = "(now other of plugin/test_process.py, line"
+    assert sorted(line.partition(place)[0] for line in said) == sorted(f"replaces {n} " for n in REPLACED)
+    assert sorted(at_once) == sorted(line for line in said if line.split()[1] in AT_ONCE)
+    assert len(at_once) == len(AT_ONCE)
     assert only(before.left(), known) == []
 
 
@@ -93,16 +95,18 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(before: Process, name) -> None:
-    change, restore = SETTINGS[name]
+def test_settings(before: Process) -> None:
+    """All at once, each told by its name."""
     known = list(before.left())
-    change()
     try:
-        assert any(name in said for said in only(before.changed(), known))
-        assert only(before.left(), known)
+        for change, _ in SETTINGS.values():
+            change()
+        changed, left = only(before.changed(), known), only(before.left(), known)
     finally:
-        restore()
+        for _, restore in SETTINGS.values():
+            restore()
+    for told in (changed, left):
+        assert all(any(name in said for said in told) for name in SETTINGS)
     assert only(before.changed(), known) == []
 
 

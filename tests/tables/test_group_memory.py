@@ -57,9 +57,11 @@ def test_maps_policies_and_buffers_are_what_tiers_make(tmp_path: Path, policy: s
     ("dim", "more"),
     [
         (16, ["tiers.policy=lru", "tiers.store=ssd"]),
-        (516, ["tiers.policy=lfu", "tiers.store=ssd"]),
+        # As two blocks to a row.
+        pytest.param(516, ["tiers.policy=lfu", "tiers.store=ssd"], marks=pytest.mark.soak),
         (1032, ["tiers.policy=nocache", "tiers.store=ssd"]),
-        (16, ["tiers.policy=lru", "tiers.store=host"]),
+        # Without blocks there is nothing to tell but rows; as under the codec, beside which it lies.
+        pytest.param(16, ["tiers.policy=lru", "tiers.store=host"], marks=pytest.mark.soak),
         (16, ["tiers.policy=lru", "tiers.store=ssd", "+plugin=quantize", "plugins.quantize.tables=a"]),
         (516, ["tiers.policy=lru", "tiers.store=holders", "tiers.holder_store=ssd"]),
         (516, ["tiers.policy=lru", "tiers.store=ssd", "tiers.sharded=true"]),

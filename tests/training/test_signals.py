@@ -58,7 +58,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 @pytest.mark.parametrize(
     ("step", "recipe"),
     [
-        (MIDDLE, ()),
+        # As at its end, where there are two things to do.
+        pytest.param(MIDDLE, (), marks=pytest.mark.soak),
         (EPOCH, ("trainer.eval_every=5", "trainer.checkpoint_every=24")),
         (20, ("trainer.max_steps=20", "trainer.eval_every=13")),
     ],

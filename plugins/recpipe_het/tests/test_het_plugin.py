@@ -66,9 +66,8 @@ def test_bounds_name_tables() -> None:
         HET(**KNOBS | {"bounds": {"nosuch": 2}}).contribute(SAMPLE)
 
 
-@pytest.mark.parametrize(
-    "cache", ["lru", *(pytest.param(cache, marks=pytest.mark.soak) for cache in ("lfu", "lfuopt"))]
-)
+@pytest.mark.soak  # test_het_ranks.py has it over two trainers, and test_het_protocol.py bit by bit
+@pytest.mark.parametrize("cache", ["lru", "lfu", "lfuopt"])
 def test_bound_zero_is_the_run_without_a_cache(cache: str, tmp_path: Path) -> None:
     mine = train([*RUN, "+plugin=het", "plugins.het.bound=0", f"plugins.het.cache={cache}"], tmp_path / "het")
     plain = train([*RUN, "tiers.policy=nocache"], tmp_path / "plain")

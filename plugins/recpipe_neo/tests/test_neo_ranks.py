@@ -26,7 +26,8 @@ def test_ranks_are_one_process_and_their_checkpoint_moves(
     tmp_path: Path,
     ranks: int,
 ) -> None:
-    """Two epochs, 62 steps; the checkpoint in their middle goes on in one process, whole and under lru."""
+    """Two epochs, 62 steps; the checkpoint in their middle goes on in one process, under lru and as shards.
+    Resident tables go on from it in tests/any_model/test_sharded.py."""
     real = (*criteo, *COMMON, "optim=sgd", "trainer.max_epochs=2")
     whole = alone(tmp_path / "one", base=real)
     steps = whole["history"][-1]["step"]
@@ -44,7 +45,7 @@ def test_ranks_are_one_process_and_their_checkpoint_moves(
 
     saved = sorted((tmp_path / "many" / "saved").glob("*.ckpt"))
     middle = f"resume={saved[-2]}"
-    for name, recipe in {"whole": (), "lru": ("tiers.policy=lru",), "sharded": NEO}.items():
+    for name, recipe in {"lru": ("tiers.policy=lru",), "sharded": NEO}.items():
         alone(tmp_path / name, *recipe, middle, base=real)
         assert difference(tmp_path / "many", tmp_path / name) < 1e-5, name
     unshard(saved[-1], tmp_path / "all.safetensors")

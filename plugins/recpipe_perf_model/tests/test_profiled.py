@@ -39,8 +39,11 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "waits"),
-    [((), 0.0), (("tiers=ssd", "+plugin=hotline", "tiers.resident_bytes=5%"), 1.0)],
-    ids=["resident", "hotline"],
+    [
+        # The same step without tiers: test_resident.py predicts it.
+        pytest.param((), 0.0, id="resident", marks=pytest.mark.soak),
+        pytest.param(("tiers=ssd", "+plugin=hotline", "tiers.resident_bytes=5%"), 1.0, id="hotline"),
+    ],
 )
 @pytest.mark.usefixtures("real_plots")
 def test_the_step_is_predicted_beside_the_measured_one(

@@ -178,6 +178,7 @@ def test_the_readme_explains_every_figure() -> None:
 # -- off -------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak  # test_filter.py has it to the bit, under hotline too, and below it is alone
 def test_off_is_the_run_without_it(tmp_path: Path) -> None:
     off = run([*ROOM, "+plugin=[hotline,slipstream]", "plugins.slipstream.drop=0"], tmp_path / "off")
     without = run([*ROOM, "+plugin=hotline"], tmp_path / "without")

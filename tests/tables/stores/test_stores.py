@@ -71,7 +71,7 @@ def test_random_calls_match_an_array(store, layout, start_of):
     model, rng, total = start_of(layout), np.random.default_rng(1), layout.total_rows
     assert (gathered(store, np.arange(total)) == model).all()
     pending = []
-    for _ in range(60):
+    for _ in range(30):
         rows = rng.permutation(total)[: rng.integers(0, min(total, 300) + 1)]
         if rng.random() < 0.5:
             rows.sort()
