@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from recpipe_perf_model.facts.replay import KeptLookups, joined_lookups
     from recpipe_perf_model.kernels.linear import COLLECTIVE_FAMILY, LookupWork, fitted, nnls
     from recpipe_perf_model.machine import Host, SharedProfile
+    from recpipe_perf_model.queueing.costs import Asked, Costs, Load, ServiceCosts
+    from recpipe_perf_model.queueing.servers import Line, Link, Servers, Shard, simulated
     from recpipe_perf_model.statement import Moved, Phase, Statement, Work
     from recpipe_perf_model.tiers.ranked import busiest_part, share_of_distinct
 
@@ -33,12 +35,15 @@ _MODULES = {
     "facts.replay": ("KeptLookups", "joined_lookups"),
     "kernels.linear": ("COLLECTIVE_FAMILY", "LookupWork", "fitted", "nnls"),
     "machine": ("Host", "Sample", "SharedProfile"),
+    "queueing.costs": ("Asked", "Costs", "Load", "ServiceCosts"),
+    "queueing.servers": ("Line", "Link", "Servers", "Shard", "simulated"),
     "statement": ("Moved", "Phase", "Statement", "Work"),
     "tiers.ranked": ("busiest_part", "share_of_distinct"),
 }
 """The modules of this package that define the public names."""
 _HOME = {name: f"{__name__}.{module}:{name}" for module, names in _MODULES.items() for name in names}
-NAMES = {name: f"{__name__}:{name}" for name in _HOME}
+_NEVER_IN_CORE = {*_MODULES["queueing.costs"], *_MODULES["queueing.servers"]}
+NAMES = {name: f"{__name__}:{name}" for name in _HOME if name not in _NEVER_IN_CORE}
 """Names that ``recpipe.kit`` and ``recpipe.plugin`` had, where they are now."""
 
 __all__ = [
@@ -46,16 +51,24 @@ __all__ = [
     "COLLECTIVE_FAMILY",
     "LOOKUP_SHAPES",
     "LOOKUP_TABLES",
+    "Asked",
     "Clock",
+    "Costs",
     "Facts",
     "GroupFacts",
     "Host",
     "KeptLookups",
+    "Line",
+    "Link",
+    "Load",
     "LookupWork",
     "Misses",
     "Moved",
     "Phase",
     "Sample",
+    "Servers",
+    "ServiceCosts",
+    "Shard",
     "SharedProfile",
     "Statement",
     "Work",
@@ -65,6 +78,7 @@ __all__ = [
     "joined_lookups",
     "nnls",
     "share_of_distinct",
+    "simulated",
     "timed_collectives",
     "timed_lookups",
     "zipf",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from recpipe_perf_model import Costs
+
 from recpipe.answers import score
 from recpipe.answers.manifest import is_package, private_key, read_manifest
 from recpipe.answers.package import WORDS, Options, beside, package_for
@@ -77,7 +79,8 @@ def cut(package: Path, directory: Path, config: CutConfig) -> None:
     except score.PackageError as fault:
         raise UserError(str(fault)) from fault
     facts = facts_of(package, manifest)
-    parts = named_plan(config.plan, facts, config.shards, memory, config.split_rows, main or 0)
+    known = None if config.costs is None else Costs.read(Path(config.costs).expanduser())
+    parts = named_plan(config.plan, facts, config.shards, memory, config.split_rows, main or 0, known)
     held = [0] * (config.shards + 1)
     for name, own in parts.items():
         for shard, _, rows in own:

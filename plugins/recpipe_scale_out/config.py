@@ -30,6 +30,9 @@ class CutConfig:
     main: Text | None = None
     """Bytes for what the main server looks up itself: whole tables, and then copies of those rows of the
     others that were looked up most; None: it has none."""
+    costs: FilePath | None = None
+    """A file of what servers' work takes, as benchmarks/scale_out.py measures it, by which ``plan=latency``
+    goes; None: stated constants."""
     split_rows: bool = False
     """Whether tables of more than the mean bytes of a shard are cut by rows, too."""
     overlap: bool | None = None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import with_config
+from recpipe_perf_model import Costs
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -26,7 +27,7 @@ from recpipe.plugin import Planner
 from recpipe.private_api import module_name
 from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Part, Parts
-from recpipe_scale_out.planners import PLANS
+from recpipe_scale_out.planners import LATENCY, PLANS, LeastLatency
 
 FORMAT: Literal["recpipe plan of shards"] = "recpipe plan of shards"
 ROW_NUMBER = 8
@@ -52,10 +53,12 @@ def named_plan(
     memory: int | None,
     split_rows: bool,
     main: int = 0,
+    known: Costs | None = None,
 ) -> Parts:
     """The plan that ``plan=word`` means: a planner's, or that of another cut's plan.json. ``memory``: bytes
     of a shard; ``split_rows``: tables of more than the mean bytes of a shard are cut; ``main``: bytes of the
-    tables that stay at the main server. ``UserError`` if there is none."""
+    tables that stay at the main server; ``known``: what servers' work takes, for ``latency``. ``UserError``
+    if there is none."""
     require_plan(word)
     if word.endswith(".json"):
         return read_plan(Path(word).expanduser(), facts, shards)
@@ -63,7 +66,8 @@ def named_plan(
     facts = {name: own for name, own in facts.items() if name not in here}
     total = sum(own.nbytes for own in facts.values())
     limits = [*([memory] if memory else []), *([max(1, -(-total // shards))] if split_rows else [])]
-    planner = PLANS[word](facts, min(limits, default=None))
+    limit = min(limits, default=None)
+    planner = LeastLatency(facts, limit, known) if word == LATENCY else PLANS[word](facts, limit)
     parts = planned(planner, facts, shards, memory or BOUNDLESS) if facts else {}
     return {**parts, **{name: [(shards, 0, own.info.rows)] for name, own in here.items()}}
 

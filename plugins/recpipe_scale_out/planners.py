@@ -7,11 +7,14 @@ package's facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
+from recpipe_perf_model import Asked, Costs, simulated
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import (
@@ -159,56 +162,109 @@ def _seats(sizes: Mapping[int, int], shards: int) -> dict[int, int]:
     return seats
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What answering a batch takes, in microseconds of one core."""
-
-    call: float
-    """A question to a shard and its answer, at the main server, which asks them one after the other."""
-    lookup: float
-    """One lookup of a table in a question, at both ends."""
-    kib: float
-    """A KiB of rows that is read, or of sums that is sent."""
-    samples: int = 64
-    """Of a batch."""
+PLAYED, COUNTS = 1000, 12
+"""Requests of which a plan's p99 is predicted, and how many numbers of shards are tried at most."""
 
 
 class LeastLatency(Balanced):
-    """The least predicted time of a batch: that of the slowest shard, and of a call for each shard that has
-    rows. So of the shards only as many get rows as their memory, or the time of the slowest, asks for; among
-    these the predicted time is balanced."""
+    """The least p99 that the queueing model of ``recpipe_perf_model`` predicts, by what servers' work takes.
 
-    costs = Costs(call=400.0, lookup=30.0, kib=2.0)
-    """Measured on a busy machine of two cores: gRPC's client for answers of 1 and 100 KB, and 48 lookups with
-    and without a shard between. Plans go by how these are to each other."""
+    Of the shards as many get rows as that asks for, by their memory or by the time of the slowest one, which
+    each further call has to pay for. Predicted work is balanced among one, two and more shards; these plans
+    and those of the other planners are played with the same requests. Of two that are predicted alike, that
+    with fewer shards counts.
+    """
+
+    def __init__(self, facts: Facts, limit: int | None = None, known: Costs | None = None) -> None:
+        super().__init__(facts, limit)
+        self.known = known or Costs()
+
+    def asked(self, piece: Piece) -> Asked:
+        """What a request asks for some rows."""
+        table, load = self.facts[piece.table], self.known.load
+        share, features = table.share(piece.row, piece.rows), table.info.features
+        each = fmean([1 if name in load.shared else load.samples for name in features] or [load.samples])
+        lookups = table.lookups or 0.0
+        bags = len(features) or 1
+        vectors = lookups * share
+        if table.info.pooled:  # a bag is asked for if some of its ids are here
+            vectors = bags * (1.0 - (1.0 - share) ** max(1.0, lookups / bags))
+        read = table.load(piece.row, piece.rows)
+        sums = 4 * table.info.dim * vectors
+        return Asked(len(features), each * lookups * share, each * read, each * sums)
 
     def weight(self, table: TableFacts, row: int, rows: int) -> float:
-        """Predicted microseconds of a batch."""
-        features, lookups = len(table.info.features), table.lookups or 0.0
-        sums = features if table.info.pooled else lookups
-        sent = 4 * table.info.dim * sums * table.share(row, rows)
-        kib = (table.load(row, rows) + sent) * self.costs.samples / 1024
-        return features * self.costs.lookup + kib * self.costs.kib
+        """Predicted seconds of a request at a shard, and of its lookups at the main server."""
+        costs = self.known.costs
+        asked = self.asked(Piece(module_name(table.info.name), row, rows, 0, 0.0))
+        work = costs.shard(asked).work.of(1) - costs.shard(Asked(0, 0, 0, 0)).work.of(1)
+        return work + 1e-6 * costs.lookup_us * asked.lookups
+
+    def p99(self, pieces: Sequence[Piece], places: Sequence[int]) -> float:
+        """Predicted seconds of these pieces on the shards of ``places``."""
+        of_shard: dict[int, list[Asked]] = {}
+        for piece, place in zip(pieces, places, strict=True):
+            of_shard.setdefault(place, []).append(self.asked(piece))
+        asked = [Asked(*map(sum, zip(*own, strict=True))) for own in of_shard.values()]
+        servers = self.known.costs.servers(asked, Asked(0, 0, 0, 0), self.known.load)
+        # Where it is too much for any plan, the best one is that which comes closest.
+        rate = min(self.known.load.rate, 0.9 * servers.capacity()[0])
+        over = self.known.load.rate / rate
+        return over * simulated(servers, rate, PLAYED).percentile(99)
 
     def placed(self, tables: Sequence[str], room: list[int]) -> list[tuple[Piece, int]]:
         """See ``Balanced``."""
-        pieces, best, least = self.pieces(tables), None, float("inf")
-        for count in range(1, len(room) + 1):
-            left = list(room)
+        pieces = self.pieces(tables)
+        found: dict[tuple[int, ...], None] = {}
+        why: UserError | None = None
+        for plan in self._plans(tables, pieces, room):
             try:
-                places = lightest_first(pieces, range(count), left)
-            except UserError:
-                if count == len(room):
-                    raise
-                continue
-            load = [0.0] * count
-            for piece, place in zip(pieces, places, strict=True):
-                load[place] += piece.weight
-            time = max(load) + self.costs.call * len(set(places))
-            if time < least:
-                best, least = places, time
-        assert best is not None
+                found[_numbered(plan())] = None
+            except UserError as fault:
+                why = fault
+        if not found:
+            assert why is not None
+            raise why
+        times = {places: self.p99(pieces, places) for places in found}
+        least = min(times.values()) * ALIKE
+        best = min((places for places, time in times.items() if time <= least), key=lambda own: len({*own}))
         return list(zip(pieces, best, strict=True))
+
+    def _plans(
+        self, tables: Sequence[str], pieces: Sequence[Piece], room: Sequence[int]
+    ) -> Iterator[Callable[[], list[int]]]:
+        """What makes a place of each piece, or raises ``UserError``."""
+        for count in _counts(len(room)):
+            yield partial(lightest_first, pieces, range(count), [*room])
+        facts = {own.info.name: own for own in self.facts.values()}
+        for kind in (Balanced, LoadBalanced, NetSpecific):
+            yield partial(_of_other, kind(facts, self.limit), tables, pieces, [*room])
+
+
+def _of_other(
+    planner: Balanced, tables: Sequence[str], pieces: Sequence[Piece], room: list[int]
+) -> list[int]:
+    """Where another planner puts these pieces."""
+    own = {(piece.table, piece.row): place for piece, place in planner.placed(tables, room)}
+    return [own[piece.table, piece.row] for piece in pieces]
+
+
+def _numbered(places: Sequence[int]) -> tuple[int, ...]:
+    """The same with shards numbered as they come: shards are alike, so that plans which differ in no more are
+    one."""
+    of = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    return tuple(of[place] for place in places)
+
+
+ALIKE = 1.01
+"""How many times as long as another's a predicted time is that counts as the same."""
+
+
+def _counts(shards: int) -> list[int]:
+    """The numbers of shards that are tried: all of a few, and of many ones that grow alike."""
+    return sorted(
+        {round(shards ** (at / (COUNTS - 1))) for at in range(COUNTS)} | {*range(1, min(shards, 8) + 1)}
+    )
 
 
 class _Planner(ShardingPlanner):  # type: ignore[misc]
@@ -265,9 +321,10 @@ def _sharding(pieces: Sequence[tuple[Piece, int]], dim: int) -> ParameterShardin
     )
 
 
+LATENCY = "latency"
 PLANS: Mapping[str, type[Balanced]] = {
     "capacity": Balanced,
     "load": LoadBalanced,
     "net": NetSpecific,
-    "latency": LeastLatency,
+    LATENCY: LeastLatency,
 }

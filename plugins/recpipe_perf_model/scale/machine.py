@@ -148,7 +148,7 @@ def machine(name: str) -> Machine:
     values, sources = {}, {}
     for key in known:
         values[key], source = given.cited(key)
-        sources[key] = _in_full(cited, source, given, key)
+        sources[key] = in_full(cited, source, given, key)
     constants = Constants(**values)
     link, nic = constants.link_gb_s * GIGA, constants.nic_gb_s * constants.nic_share * GIGA
     curves = {
@@ -168,9 +168,9 @@ def machine(name: str) -> Machine:
         (before, early), (last, late) = seconds[-2:]
         rate = nic if key == "network" else (last - before) / max(late - early, 1e-12)
         curves[key] = Curve(seconds, rate)
-        sources[f"curve of {key}"] = _in_full(cited, curve.text("source"), measured, key)
+        sources[f"curve of {key}"] = in_full(cited, curve.text("source"), measured, key)
     table = reader.text("products")
-    sources["matrix products"] = _in_full(cited, f"products_{table}", reader, "products")
+    sources["matrix products"] = in_full(cited, f"products_{table}", reader, "products")
     shares = Reader.named("products", "products", MACHINES).part(table)
     products = Products(
         tuple(2.0**power for power in shares.numbers("outputs_log2")),
@@ -181,7 +181,8 @@ def machine(name: str) -> Machine:
     return Machine(Path(reader.where).stem, title, constants, sources, curves, products)
 
 
-def _in_full(cited: Mapping[str, Any], source: str, part: Reader, key: str) -> str:
+def in_full(cited: Mapping[str, Any], source: str, part: Reader, key: str) -> str:
+    """What ``source`` stands for in a file that has these sources ``cited``; ``key`` has it."""
     if source != ASSUMED and source not in cited:
         raise part.wrong(key, f"has the source '{shown(source)}', which is not among the file's sources")
     return source if source == ASSUMED else str(cited[source])

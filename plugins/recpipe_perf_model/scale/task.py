@@ -1,4 +1,5 @@
-"""task=scale: throughput and time to quality on machines that are not here; nothing is built or trained."""
+"""task=scale: throughput and time to quality on machines that are not here, or, of a model that is served,
+requests a second, latency and power; nothing is built, trained or served."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from recpipe.errors import UserError
 from recpipe.report.files import ReportFiles
 from recpipe.setup.ctx import RunResult, TaskContext, refuse_ranks
 from recpipe_perf_model.scale import page as scaled
+from recpipe_perf_model.scale import served_page, serving
 from recpipe_perf_model.scale.machine import ASSUMED, machine
 from recpipe_perf_model.scale.model import PaperModel, own_model, paper_model
 from recpipe_perf_model.scale.placing import Training
 from recpipe_perf_model.scale.predict import Prediction, predict
+from recpipe_perf_model.scale.serving import ServingConfig
 
 CHECKED = (
     "Checked against 30 published rates and 3 recalled ones (docs/guide/scale.md): off by a factor of 1.2 on "
@@ -50,6 +53,9 @@ class ScaleConfig:
     """How many to train; None: those that reach the model's published quality."""
     change: Mapping[str, float] = field(default_factory=dict)
     """Constants of the machine to change."""
+    inference: bool = False
+    """Whether the model is served instead, as ``serving`` says; of the keys above ``model`` counts then."""
+    serving: ServingConfig = field(default_factory=ServingConfig)
 
 
 class Scale:
@@ -64,11 +70,15 @@ class Scale:
             run = context.joined
             unplaced, size = run.unplaced, run.recipe.data.batch_size
             own = own_model(run.recipe.model, unplaced.called.module, unplaced.inputs, run.dataset, size)
-        told = predicted(config, own)
+        shown = served_page if config.inference else scaled
+        if config.inference:
+            told = serving.predicted(own or paper_model(str(config.model)), config.serving)
+        else:
+            told = predicted(config, own)
         files = ReportFiles(context.directory)
         files.write_json("scale.json", told)
-        files.write("scale.html", lambda page: scaled.write(told, page.parent))
-        scaled.show_table(told, context.directory / "scale.html")
+        files.write("scale.html", lambda page: shown.write(told, page.parent))
+        shown.show_table(told, context.directory / "scale.html")
         files.check()
         return RunResult(told)
 

@@ -139,3 +139,79 @@ def test_bad_machines(tmp_path: Path) -> None:
             run(compose(["task=scale", "scale.model=dlrm_dcnv2", f"scale.machine={file}"]), tmp_path / "run")
         assert str(file) in str(fault.value)
         assert says in str(fault.value) or "unknown key 'hbm'" in str(fault.value)
+
+
+SERVED = ["task=scale", "scale.inference=true", "scale.serving.requests=500"]
+
+
+def test_a_model_that_is_served_by_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "paper.yaml"
+    file.write_text(PAPER.replace("rows: 1e9", "rows: 2e10"))  # 4.7 TiB
+    words = [*SERVED, f"scale.model={file}", "scale.serving.shards=[2,8,200]", "scale.serving.gbit=[1,25]",
+             "scale.serving.years=2"]  # fmt: skip
+    told = run(compose(words), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "scale.json").read_text()) == told
+    of = {(each["gbit"], each["shards"]): each for each in told["predictions"]}
+    assert set(of) == {(1, 8), (1, 200), (25, 8), (25, 200)}, "two shards have no room for it"
+    assert any("at least 6 shards are needed" in each["why"] for each in told["refused"])
+    for each in of.values():
+        assert each["p50"] < each["p95"] < each["p99"]
+        assert each["requests_per_second"] > 1000
+        assert each["machines"] == each["main_machines"] + each["shard_machines"]
+        assert each["watts"] > 255 * each["machines"]
+    assert of[1, 8]["p50"] > of[25, 8]["p50"], "slower links"
+    assert of[25, 200]["p50"] > of[25, 8]["p50"], "more questions of a batch, and the slowest of more shards"
+    assert [each["shards"] for each in told["growth"] if each["gbit"] == 25] == [6, 9, 13]
+    assert told["growth"][-1]["model_bytes"] == pytest.approx(told["model"]["bytes"] * 1.5**2, rel=1e-3)
+    page = (tmp_path / "run" / "scale.html").read_text()
+    assert "<svg" in page
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Left out: paper takes 4.66 TiB, and 2 shards" in shown
+    assert "Assumed, without a source" in shown
+
+
+def test_more_load_takes_more_machines_and_a_shorter_tail_too(tmp_path: Path) -> None:
+    some = [
+        *SERVED,
+        "scale.model=neo_f",
+        "scale.serving.shards=[32]",
+        "scale.serving.gbit=[25]",
+        "scale.serving.years=0",
+    ]
+    plain = run(compose(some), tmp_path / "plain")["predictions"][0]
+    much = run(compose([*some, "scale.serving.load=50000"]), tmp_path / "much")["predictions"][0]
+    assert much["machines"] > plain["machines"]
+    assert much["requests_per_second"] > 50_000
+    short = 1e3 * 0.9 * plain["p99"]
+    swift = run(compose([*some, f"scale.serving.p99_ms={short}"]), tmp_path / "swift")["predictions"][0]
+    assert 1e3 * swift["p99"] <= short
+    assert swift["mains"] > plain["mains"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["scale.serving.shards=[1]"], "neo_f takes"),
+        (["scale.serving.shards=[0]"], "scale.serving.shards"),
+        (["scale.serving.gbit=[]"], "scale.serving.gbit"),
+        (["scale.serving.machines=3"], "takes"),
+        (["scale.serving.p99_ms=0.01"], "no number of main servers brings p99 to 0.01 ms with 64 shards"),
+        (["scale.serving.server=cpu_sp"], "no such server. Did you mean 'cpu_spr'?"),
+        (["scale.serving.threads=500"], "scale.serving.threads=500: cpu_spr has 112 cores"),
+        (["scale.serving.costs=/no/such.json"], "/no/such.json has no service costs"),
+        (["scale.serving.load=0"], "scale.serving.load"),
+        (["scale.serving.growth=0.5"], "scale.serving.growth"),
+    ],
+)
+def test_bad_words_of_serving(words: list[str], says: str, tmp_path: Path) -> None:
+    some = [
+        *SERVED,
+        "scale.model=neo_f",
+        "scale.serving.shards=[64]",
+        "scale.serving.gbit=[25]",
+        "scale.serving.years=0",
+    ]
+    with pytest.raises(UserError) as fault:
+        run(compose([*some, *words]), tmp_path)
+    assert says in str(fault.value)
+    assert "\n" not in str(fault.value)

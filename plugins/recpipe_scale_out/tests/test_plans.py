@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recpipe_perf_model import Costs, Load
 from recpipe_scale_out.facts import TableFacts
 from recpipe_scale_out.lookups import Parts, TableLookup, runs
 from recpipe_scale_out.plan import hottest, joined, named_plan, plan_content, planned, read_plan
@@ -53,10 +54,24 @@ def test_least_latency_takes_as_few_shards_as_the_slowest_one_allows() -> None:
     assert on(named_plan("latency", FACTS, 4, None, False), 4) == [set(FACTS), set(), set(), set()]
     roomy = named_plan("latency", FACTS, 4, 64 * 110, False)
     assert [bool(own) for own in on(roomy, 4)] == [True, True, True, False]
-    heavy = facts(a=(100, 90.0, 0), b=(60, 80.0, 0), c=(50, 1.0, 0))
+    heavy = facts(a=(100, 900.0, 0), b=(60, 800.0, 0), c=(50, 1.0, 0))
     assert on(named_plan("latency", heavy, 3, None, False), 3) == [{"a"}, {"b", "c"}, set()]
     with pytest.raises(UserError, match="no shard has so much left"):
         named_plan("latency", FACTS, 2, 64 * 110, False)
+
+
+def test_least_latency_goes_by_the_load_and_its_link() -> None:
+    """What is asked for once a request weighs little, and where all share one core, parts gain nothing."""
+    heavy = facts(a=(100, 900.0, 0), b=(60, 800.0, 0), c=(50, 300.0, 0))
+
+    def used(**load: Any) -> int:
+        return sum(
+            map(bool, on(named_plan("latency", heavy, 3, None, False, 0, Costs(load=Load(**load))), 3))
+        )
+
+    assert used(rate=1.0) == 3
+    assert used(rate=1.0, cores=1) == 1
+    assert used(rate=1.0, shared=("a", "b", "c")) == 1
 
 
 def test_more_shards_than_tables_hold_nothing_or_rows() -> None:
