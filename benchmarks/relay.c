@@ -1,9 +1,11 @@
 /* Links between a main server and its shards: each has a rate and a delay, and all share the main server's own.
 
-   relay MBIT_PER_S DELAY_US LISTEN:TARGET...   (ports of this machine; 0 Mbit/s: no limit)
+   relay MBIT_PER_S DELAY_US LISTEN:[ADDRESS:]TARGET...
 
-   A byte leaves when the bytes before it have left both its link and the main server's, and arrives after the
-   delay. Both directions have the whole rate. At SIGTERM it prints the seconds of CPU time that it took. */
+   LISTEN and TARGET are ports, of this machine or (LISTEN at all of its addresses) of another one; 0 Mbit/s: no
+   limit. A byte leaves when the bytes before it have left both its link and the main server's, and arrives after
+   the delay. Both directions have the whole rate. A line of two numbers on its input gives links that rate and
+   delay from then on. At SIGTERM it prints the seconds of CPU time that it took. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -14,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -21,6 +24,7 @@
 
 #define MOST 512       /* connections */
 #define PIECE 65536    /* bytes that are read at a time */
+#define INPUT (64 + 2 * MOST)
 #define AHEAD 8388608  /* bytes on their way, beyond which nothing more is read */
 
 typedef struct Chunk {
@@ -37,7 +41,8 @@ typedef struct { /* one direction of a connection */
 } Way;
 
 static Way ways[2 * MOST];
-static int used[MOST], listening[64], target[64], links;
+static int used[MOST], listening[64], links;
+static struct sockaddr_in target[64];
 static double rate, delay, of_link[64][2], of_main[2];
 static volatile sig_atomic_t stopped;
 
@@ -50,6 +55,17 @@ static double now(void) {
 static void stop(int number) { (void)number; stopped = 1; }
 
 static void failed(const char *what) { perror(what); exit(1); }
+
+static void limit(double mbit, double us) { rate = mbit * 1e6 / 8; delay = us * 1e-6; }
+
+/* A line of its input. */
+static void hear(int epoll) {
+    char line[128] = "";
+    double mbit, us;
+    ssize_t got = read(0, line, sizeof line - 1);
+    if (got <= 0) epoll_ctl(epoll, EPOLL_CTL_DEL, 0, NULL);
+    else if (sscanf(line, "%lf %lf", &mbit, &us) == 2) limit(mbit, us);
+}
 
 static double leaves(Way *way, size_t bytes, double at) {
     if (rate <= 0) return at;
@@ -73,10 +89,8 @@ static void take(int epoll, int link) {
     int came = accept4(listening[link], NULL, NULL, SOCK_NONBLOCK), pair = 0, one = 1;
     if (came < 0) return;
     while (pair < MOST && used[pair]) pair++;
-    struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(target[link])};
-    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     int other = socket(AF_INET, SOCK_STREAM, 0);
-    if (pair == MOST || connect(other, (struct sockaddr *)&to, sizeof to)) { close(came); close(other); return; }
+    if (pair == MOST || connect(other, (struct sockaddr *)&target[link], sizeof target[link])) { close(came); close(other); return; }
     fcntl(other, F_SETFL, O_NONBLOCK);
     setsockopt(came, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     setsockopt(other, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
@@ -134,22 +148,29 @@ static double deliver(void) {
 
 int main(int count, char **words) {
     if (count < 4) { fprintf(stderr, "relay MBIT_PER_S DELAY_US LISTEN:TARGET...\n"); return 2; }
-    rate = atof(words[1]) * 1e6 / 8;
-    delay = atof(words[2]) * 1e-6;
+    limit(atof(words[1]), atof(words[2]));
+    prctl(PR_SET_TIMERSLACK, 1);
     signal(SIGTERM, stop);
     signal(SIGINT, stop);
     int epoll = epoll_create1(0), one = 1;
     for (; links < count - 3 && links < 64; links++) {
-        int port;
-        if (sscanf(words[3 + links], "%d:%d", &port, &target[links]) != 2) failed("LISTEN:TARGET");
+        int port, other;
+        char address[64] = "127.0.0.1", *word = words[3 + links];
+        int local = sscanf(word, "%d:%63[0-9.]:%d", &port, address, &other) != 3;
+        if (local && sscanf(word, "%d:%d", &port, &other) != 2) failed("LISTEN:[ADDRESS:]TARGET");
+        if (local) strcpy(address, "127.0.0.1");
+        target[links] = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons(other)};
+        if (inet_pton(AF_INET, address, &target[links].sin_addr) != 1) failed("ADDRESS");
         struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons(port)};
-        at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        at.sin_addr.s_addr = htonl(local ? INADDR_LOOPBACK : INADDR_ANY);
         listening[links] = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
         setsockopt(listening[links], SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
         if (bind(listening[links], (struct sockaddr *)&at, sizeof at) || listen(listening[links], 64)) failed("listen");
         struct epoll_event event = {.events = EPOLLIN, .data.u32 = links};
         epoll_ctl(epoll, EPOLL_CTL_ADD, listening[links], &event);
     }
+    struct epoll_event input = {.events = EPOLLIN, .data.u32 = INPUT};
+    epoll_ctl(epoll, EPOLL_CTL_ADD, 0, &input); /* a file cannot be waited for, and says nothing */
     printf("relaying\n");
     fflush(stdout);
     while (!stopped) {
@@ -161,6 +182,7 @@ int main(int count, char **words) {
         for (int i = 0; i < came; i++) {
             unsigned who = events[i].data.u32;
             if (who < 64) take(epoll, who);
+            else if (who == INPUT) hear(epoll);
             else if (used[(who - 64) / 2] && ways[who - 64].queued < AHEAD) receive(epoll, &ways[who - 64]);
         }
     }

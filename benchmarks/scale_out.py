@@ -1,15 +1,19 @@
-"""What a package costs that is cut into shards, beside the same one on one server.
+"""What a package costs that is cut into shards, beside one server, and what is predicted of it.
 
-    python benchmarks/scale_out.py [--shards 1 2 4 8] [--gbit 1] [--delay-us 100] [--rate 100] [--rounds 3]
+    python benchmarks/scale_out.py --calibrate                        once: constants for plan=latency
+    python benchmarks/scale_out.py --models drm1 --shards 8           a part of the measurement
+    python benchmarks/scale_out.py --json benchmarks/results          the tables, of all parts so far
 
-Made-up models of three kinds: ``many`` tables of sizes that are alike, a ``mixed`` one whose sizes fall off,
-and one with a single table of nine tenths of all rows (``one``); ids are skewed (zipf), and a request is one
-user with half of the features and 64 candidates with the other half. Each plan's shards are processes behind
-links of ``--gbit`` and ``--delay-us`` (relay.c: each shard's link, and all together the main server's).
-Requests come at random at ``--rate`` a second; single server and shards take turns, the others are stopped
-meanwhile. ``ours`` is plan=load with a tenth of the bytes at the main server. A line for each: percentiles of
-latency, their ratio to the single server's in the same round, CPU time of a request over all processes, and
-the relay's own.
+Models of the shapes of DRM1, DRM2 and DRM3 (scale_out_models.py) are cut by each plan; ``ours`` is
+plan=latency with a tenth of the bytes at the main server, ``load main`` the same with plan=load. Shards are
+processes behind links of each of ``--links`` (Gbit/s:microseconds): network namespaces with tbf where they
+can be made, else the relay's own limit; the delay is the relay's (relay.c). A request is one user with half
+of the features and 64 candidates with the other half; ids are skewed. Requests come at random, ``--rate`` a
+second; single server and shards take turns, the others are stopped meanwhile. Before that requests come at
+regular times, one at a time and several at once, over links without limit: from these traces the queueing
+model predicts what is measured afterwards (scale_out_predicted.py), and the same at 25 and 100 Gbit/s.
+
+Lines are kept in ``--work`` as they are measured, so that a part that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -18,259 +22,297 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from serving import http, kserve
-from serving_load import Load, arrivals
-from serving_native import open_loop
+from recpipe_perf_model import Costs, simulated
+from recpipe_perf_model import Load as Expected
+from scale_out_models import MODELS, packaged, requests, user_features
+from scale_out_network import Network, can_make_namespaces
+from scale_out_predicted import Known, Traced, link, measured_costs, parts_of, servers_of
+from scale_out_servers import Links, Side, compiled, sharded, single
+from scale_out_tables import report
 
-CANDIDATES, DIFFERENT = 64, 64
-RELAY = Path(__file__).with_name("relay.c")
 PLANS = {
     "capacity": ("plan=capacity",),
     "load": ("plan=load",),
     "net": ("plan=net",),
-    "ours": ("plan=load", "main="),
+    "load main": ("plan=load", "main="),
+    "ours": ("plan=latency", "main=", "costs="),
 }
-
-
-def sizes(kind: str, rows: int) -> list[int]:
-    """The rows of each table, ``rows`` in all."""
-    if kind == "many":
-        weights = np.random.default_rng(1).uniform(0.5, 1.5, 48)
-    elif kind == "one":
-        weights = np.array([9.0, *np.full(12, 1 / 12)])
-    else:
-        weights = 1 / np.arange(1, 25) ** 1.2
-    return [max(50, int(rows * own / weights.sum())) for own in weights]
-
-
-def packaged(kind: str, options: argparse.Namespace, folder: Path) -> Path:
-    """A package of a DLRM of this kind after two steps."""
-    import recpipe
-
-    found = sizes(kind, options.rows)
-    tables = ", ".join(f"t{at}: {rows}" for at, rows in enumerate(found))
-    pooling = [1 if at % 2 else options.pooling for at in range(len(found))]
-    words = (
-        *(f"data.tables={{{tables}}}", f"data.pooling={pooling}", "data.samples=4000"),
-        *(f"model.embedding_dim={options.dim}", f"model.bottom=[64,{options.dim}]", "model.top=[128,64]"),
-        *("trainer.max_steps=2", "trainer.logger=null", "trainer.device=cpu"),
-    )
-    recpipe.train(None, None, *words, output=folder / f"{kind}-run", quiet=True).close()
-    return recpipe.package(
-        folder / f"{kind}-run", folder / f"{kind}.recpipe", reference=False, popularity=True, quiet=True
-    )
-
-
-def requests(package: Path, port: int, pooling: int) -> list[bytes]:
-    """Different ones, of skewed ids."""
-    manifest, draw = json.loads((package / "manifest.json").read_text()), np.random.default_rng(5)
-    made = []
-    for _ in range(DIFFERENT):
-        inputs: dict[str, Any] = {
-            "dense": draw.random((CANDIDATES, len(manifest["dense"]["names"])), np.float32)
-        }
-        for at, feature in enumerate(manifest["sparse"]):
-            shape = (1 if at < len(manifest["sparse"]) // 2 else CANDIDATES, 1 if at % 2 else pooling)
-            ids = (draw.zipf(1.2, shape) - 1) % feature["rows"]
-            inputs[feature["name"]] = ids[:, 0].copy() if shape[1] == 1 else ids
-        body, headers = kserve(inputs)
-        made.append(http(f"/v2/models/{package.name.partition('.')[0]}/infer", body, headers))
-    return made
-
-
-class Process:
-    """A process of its own session, and the port that it answers on."""
-
-    def __init__(self, command: Sequence[str], log: Path, says: str) -> None:
-        with log.open("wb") as out:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=environment, start_new_session=True
-            )
-        self.log, until = log, time.monotonic() + 180
-        while says not in log.read_text():
-            if self.process.poll() is not None or time.monotonic() > until:
-                sys.exit(f"{' '.join(command)} does not answer: {log.read_text()[-2000:]}")
-            time.sleep(0.05)
-
-    @property
-    def cpu(self) -> float:
-        """Seconds so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def send(self, number: int) -> None:
-        """A signal."""
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        """Stop it."""
-        self.send(signal.SIGCONT)
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-
-def free_ports(count: int) -> list[int]:
-    """That nobody listens on now."""
-    with ExitStack() as open_:
-        own = [open_.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in own]
-
-
-def served(*words: str, log: Path, says: str) -> Process:
-    """``recpipe serve``."""
-    return Process([sys.executable, "-m", "recpipe", "serve", *words], log, says)
-
-
-class Side:
-    """Servers that answer together."""
-
-    def __init__(self, port: int, asked: list[bytes], servers: list[Process], relay: Process | None) -> None:
-        self.port, self.asked, self.servers, self.relay = port, asked, servers, relay
-
-    def load(self, rate: float, seconds: float, seed: int) -> tuple[Load, float, float]:
-        """What came of a load, CPU seconds of a request, and the relay's."""
-        every = [*self.servers, *([self.relay] if self.relay else [])]
-        for one in every:
-            one.send(signal.SIGCONT)
-        open_loop(self.port, self.asked, arrivals(rate, 0.5, seed + 1000))
-        before, relayed = sum(one.cpu for one in self.servers), self.relay.cpu if self.relay else 0.0
-        load = open_loop(self.port, self.asked, arrivals(rate, seconds, seed))
-        spent = sum(one.cpu for one in self.servers) - before
-        relayed = (self.relay.cpu if self.relay else 0.0) - relayed
-        for one in every:
-            one.send(signal.SIGSTOP)
-        if load.failed:
-            sys.exit(f"{load.failed} requests failed; see {self.servers[-1].log}")
-        return load, spent / len(load.times), relayed / len(load.times)
-
-
-@contextmanager
-def single(package: Path, options: argparse.Namespace, folder: Path) -> Iterator[Side]:
-    """The whole package on one server."""
-    (port,) = free_ports(1)
-    server = served(str(package), f"port={port}", log=folder / "single.log", says="serving '")
-    try:
-        yield Side(port, requests(package, port, options.pooling), [server], None)
-    finally:
-        server.end()
-
-
-@contextmanager
-def sharded(
-    package: Path, count: int, plan: str, options: argparse.Namespace, folder: Path, relay: Path
-) -> Iterator[Side]:
-    """The package cut into ``count`` shards by ``plan``, behind links."""
-    cut, main, *others = folder / "cut", *free_ports(1 + 2 * count)
-    own, seen = others[:count], others[count:]
-    shutil.rmtree(cut, ignore_errors=True)
-    size = sum(file.stat().st_size for file in (package / "tables").iterdir())
-    words = [f"{word}{size // 10}" if word == "main=" else word for word in PLANS[plan]]
-    recpipe = [sys.executable, "-m", "recpipe", "shard", str(package), str(cut), f"shards={count}", *words]
-    subprocess.run(recpipe, check=True, capture_output=True)
-    name = package.name.partition(".")[0]
-    with ExitStack() as open_:
-        servers = []
-        for at, port in enumerate(own):
-            place, log = str(cut / f"shard{at}"), folder / f"shard{at}.log"
-            servers.append(served(place, f"port={port}", log=log, says="serving shard"))
-            open_.callback(servers[-1].end)
-        pairs = [f"{a}:{b}" for a, b in zip(seen, own, strict=True)]
-        link = [str(relay), str(1e3 * options.gbit), str(options.delay_us), *pairs]
-        links = Process(link, folder / "relay.log", "relaying")
-        open_.callback(links.end)
-        given = ",".join(f"127.0.0.1:{port}" for port in seen)
-        words = [str(cut / "main.recpipe"), f"port={main}", f"name={name}", f"shards={given}"]
-        servers.append(served(*words, log=folder / "main.log", says="serving '"))
-        open_.callback(servers[-1].end)
-        yield Side(main, requests(package, main, options.pooling), servers, links)
-
-
-def measured(
-    package: Path, count: int, plan: str, options: argparse.Namespace, folder: Path, relay: Path, one: Side
-) -> dict[str, Any]:
-    """A line of the table."""
-    found: dict[str, list[float]] = {}
-    with sharded(package, count, plan, options, folder, relay) as several:
-        for number in range(options.rounds):
-            for side, end in ((one, "_single"), (several, "")):
-                load, cpu, relayed = side.load(options.rate, options.seconds, number)
-                for share in (50, 95, 99):
-                    found.setdefault(f"p{share}{end}", []).append(load.percentile(share))
-                found.setdefault(f"cpu_ms{end}", []).append(1e3 * cpu)
-                found.setdefault(f"relay_ms{end}", []).append(1e3 * relayed)
-    ratio = [own / whole for own, whole in zip(found["p99"], found["p99_single"], strict=True)]
-    return {
-        "model": package.name.partition(".")[0],
-        "shards": count,
-        "plan": plan,
-        "p99_over": ratio,
-        **found,
-    }
+MEASURED = ["capacity", "load", "net", "ours"]
+SHARES = (50, 95, 99)
+QUIET = ((1,), (1, 3, 1, 5))
+"""How many requests come at once in the loads by which service times are measured."""
+FASTER = ((25.0, 50.0), (100.0, 50.0))
+"""Gbit/s and microseconds of links that are predicted alone."""
+BATCH = 1024
+SETTINGS = ("rate", "seconds", "quiet_seconds", "rounds", "rows", "dim", "candidates", "pooling")
 
 
 def main() -> int:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["many", "mixed", "one"])
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--gbit", type=float, default=1.0)
-    parser.add_argument("--delay-us", type=float, default=100.0)
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=2_000_000, help="of all tables of a model")
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--pooling", type=int, default=10, help="ids of every other feature")
-    parser.add_argument("--output", type=Path, help="a file for all figures, as JSON")
-    options = parser.parse_args()
-    lines = []
+    """Measure, or write what was measured."""
+    options = _options()
+    options.work.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        return report(options.work / "lines.jsonl", options.json)
+    why = "the relay was asked for" if options.network == "relay" else can_make_namespaces()
+    if why and options.network == "namespaces":
+        sys.exit(f"no network namespaces: {why}")
+    print(f"links: {'namespaces with tbf, delays by the relay' if not why else f'by the relay ({why})'}")
+    options.apart = not why
+    same_settings(options)
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        relay = folder / "relay"
-        compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
-        subprocess.run([compiler, "-O2", "-o", str(relay), str(RELAY)], check=True)
-        print(
-            "| model | shards | plan | p50, ms | p95 | p99 | p99 over one server | CPU a request, ms "
-            + "| one server | relay |"
-        )
-        print("| --- | --: | --- | --: | --: | --: | --: | --: | --: | --: |")
+        options.relay = compiled(Path(place))
+        if options.calibrate:
+            calibrate(options)
+            return 0
         for kind in options.models:
-            package = packaged(kind, options, folder)
-            with single(package, options, folder) as one:
-                for count in options.shards:
-                    for plan in options.plans:
-                        line = measured(package, count, plan, options, folder, relay, one)
-                        lines.append(line)
-                        ratio = sorted(line["p99_over"])
-                        shown = [f"{median(line[key]):.2f}" for key in ("p50", "p95", "p99")]
-                        cpu = [f"{median(line[key]):.2f}" for key in ("cpu_ms", "cpu_ms_single", "relay_ms")]
-                        over = f"{median(ratio):.2f} ({ratio[0]:.2f}..{ratio[-1]:.2f})"
-                        print("|", " | ".join([kind, str(count), plan, *shown, over, *cpu]), "|", flush=True)
-            shutil.rmtree(package)
-    if options.output is not None:
-        options.output.write_text(json.dumps(lines, indent=1) + "\n")
+            for count in options.shards:
+                part(kind, count, options)
     return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--plans", nargs="+", default=MEASURED, choices=list(PLANS))
+    parser.add_argument(
+        "--links", nargs="+", default=["1:100", "10:50", "10:200"], help="Gbit/s:microseconds"
+    )
+    parser.add_argument("--rate", type=float, default=60.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a load")
+    parser.add_argument(
+        "--quiet-seconds", type=float, default=2.0, help="of a load that measures service times"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4_000_000, help="of all tables of a model")
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--candidates", type=int, default=64)
+    parser.add_argument("--pooling", type=int, default=10, help="ids of every other feature")
+    parser.add_argument("--network", choices=["namespaces", "relay"], help="default: namespaces, if possible")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "recpipe_scale_out"))
+    parser.add_argument("--calibrate", action="store_true", help="measure what plan=latency goes by")
+    parser.add_argument("--costs", type=Path, help="where that is kept (default: costs.json in --work)")
+    parser.add_argument("--json", type=Path, metavar="DIRECTORY", help="write the results of all parts there")
+    options = parser.parse_args()
+    options.links = [tuple(map(float, word.split(":"))) for word in options.links]
+    options.costs = options.costs or options.work / "costs.json"
+    return options
+
+
+def same_settings(options: argparse.Namespace) -> None:
+    """Exit unless what ``--work`` has was measured with these settings."""
+    file = options.work / "settings.json"
+    own = {key: getattr(options, key) for key in (*SETTINGS, "apart")}
+    if not file.exists():
+        file.write_text(json.dumps(own) + "\n")
+    before = json.loads(file.read_text())
+    if own != before:
+        changed = ", ".join(f"{key} was {before[key]}" for key in own if own[key] != before[key])
+        sys.exit(f"{options.work} has lines of other settings ({changed}): give another --work")
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Measure what servers' work takes, on cuts of one shard, and keep it."""
+    known = []
+    for kind in options.models:
+        package = packaged(kind, options.rows, options.dim, options.pooling, options.work)
+        asked, network = requests(package, options.candidates, options.pooling), Network(1, options.apart)
+        cut_by(package, 1, "capacity", options)
+        folder = options.work / "now"
+        with network.up(), sharded(options.work / "cut", kind, asked, folder, network, options.relay) as side:
+            spans, front_of = quiet_spans(side, options)
+        traced = Traced.read(folder / "main.jsonl", [folder / "shard0.jsonl"])
+        known.append(Known(traced.within(spans), front_of(traced), 4 * options.dim, options.candidates))
+    costs = measured_costs(known)
+    load = Expected(
+        options.rate, options.candidates, options.links[0][0], options.links[0][1], BATCH, os.cpu_count()
+    )
+    source = f"measured on {os.cpu_count()} cores by benchmarks/scale_out.py --calibrate"
+    content = Costs(costs, load, source).content()
+    options.costs.write_text(json.dumps(content, indent=1) + "\n")
+    for name, value in content["costs"].items():
+        if not isinstance(value, list | tuple):
+            print(f"{name:16} {value:9.2f}")
+    print(f"wrote {options.costs}")
+
+
+def part(kind: str, count: int, options: argparse.Namespace) -> None:
+    """All plans of one model on so many shards."""
+    file, key = options.work / "lines.jsonl", "{model} {shards} {plan} {gbit:g}:{delay_us:g}"
+    done = (
+        {key.format(**json.loads(text)) for text in file.read_text().splitlines()} if file.exists() else set()
+    )
+    wanted = {
+        plan: [
+            own
+            for own in options.links
+            if key.format(model=kind, shards=count, plan=plan, gbit=own[0], delay_us=own[1]) not in done
+        ]
+        for plan in options.plans
+    }
+    if not any(wanted.values()):
+        return
+    if "ours" in options.plans and not options.costs.exists():
+        sys.exit(f"{options.costs} is missing: run --calibrate first")
+    package = packaged(kind, options.rows, options.dim, options.pooling, options.work)
+    asked, network = requests(package, options.candidates, options.pooling), Network(count, options.apart)
+    with network.up():
+        for plan, links in wanted.items():
+            if links:
+                began = time.monotonic()
+                lines = measured(package, count, plan, links, asked, network, options)
+                with file.open("a") as out:
+                    out.writelines(json.dumps(line) + "\n" for line in lines)
+                for line in lines:
+                    _print(line)
+                print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+def cut_by(package: Path, count: int, plan: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Cut the package; its plan.json."""
+    cut, kind = options.work / "cut", package.name.partition(".")[0]
+    shutil.rmtree(cut, ignore_errors=True)
+    (options.work / "now").mkdir(exist_ok=True)
+    size = sum(file.stat().st_size for file in (package / "tables").iterdir())
+    words = []
+    for word in PLANS[plan]:
+        if word == "main=":
+            word += str(size // 10)
+        elif word == "costs=":
+            content = json.loads(options.costs.read_text())
+            content["load"]["shared"] = user_features(kind)
+            own = options.work / "costs-now.json"
+            own.write_text(json.dumps(content))
+            word += str(own)
+        words.append(word)
+    command = [sys.executable, "-m", "recpipe", "shard", str(package), str(cut), f"shards={count}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
+    found: dict[str, Any] = json.loads((cut / "plan.json").read_text())
+    return found
+
+
+def quiet_spans(side: Side, options: argparse.Namespace) -> tuple[list[tuple[float, float]], Any]:
+    """Loads that hardly wait: when they were, and what finds a request's seconds outside of batches in a
+    trace."""
+    if side.links is not None:
+        side.links.set(0.0, 0.0)
+    loads = [side.regular(options.rate, options.quiet_seconds, groups) for groups in QUIET]
+    spans = [(one.began, one.ended) for one in loads]
+    alone = float(np.mean(loads[0].load.times))
+
+    def front(traced: Traced) -> float:
+        own = traced.within(spans[:1]).batches
+        return max(0.0, alone - fmean(batch["end"] - batch["begin"] for batch in own))
+
+    return spans, front
+
+
+def measured(
+    package: Path,
+    count: int,
+    plan: str,
+    links: Sequence[tuple[float, float]],
+    asked: list[bytes],
+    network: Network,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """A line for each link."""
+    where, kind, folder = (
+        cut_by(package, count, plan, options),
+        package.name.partition(".")[0],
+        options.work / "now",
+    )
+    of_link: dict[tuple[float, float], list[Any]] = {own: [] for own in links}
+    alone = []
+    with (
+        single(package, asked, folder, network) as one,
+        sharded(options.work / "cut", kind, asked, folder, network, options.relay) as several,
+    ):
+        one_spans, one_front = quiet_spans(one, options)
+        spans, front = quiet_spans(several, options)
+        assert isinstance(several.links, Links)
+        for number in range(options.rounds):
+            alone.append(one.open(options.rate, options.seconds, number))
+            for own in links:
+                several.links.set(*own)
+                of_link[own].append(several.open(options.rate, options.seconds, number))
+    most = max(1, BATCH // options.candidates)
+    traced = Traced.read(folder / "main.jsonl", [folder / f"shard{at}.jsonl" for at in range(count)])
+    lone = Traced.read(folder / "single.jsonl")
+    servers = servers_of(traced.within(spans), front(traced), most)
+    whole = servers_of(lone.within(one_spans), one_front(lone), most)
+    here = {shard for parts in where["tables"].values() for shard, _, _ in parts} - {count}
+    lines = []
+    for own in (*links, *FASTER):
+        loads = of_link.get(own)
+        line: dict[str, Any] = {
+            **{"model": kind, "shards": count, "plan": plan, "gbit": own[0], "delay_us": own[1]},
+            **{"rate": options.rate, "links": "tbf" if network.apart else "relay", "asked": len(here)},
+            "predicted": percentiles(servers, own, options),
+        }
+        if loads is None:
+            lines.append({**line, "measured": None})
+            continue
+        every = np.concatenate([load.load.times for load in loads])
+        lines.append(
+            {
+                **line,
+                "measured": {f"p{share}": 1e3 * float(np.percentile(every, share)) for share in SHARES},
+                "rounds": {f"p{share}": [load.load.percentile(share) for load in loads] for share in SHARES},
+                "single": {f"p{share}": [load.load.percentile(share) for load in alone] for share in SHARES},
+                "single_predicted": percentiles(whole, None, options),
+                "cpu_ms": [1e3 * load.cpu for load in loads],
+                "cpu_ms_single": [1e3 * load.cpu for load in alone],
+                "relay_ms": [1e3 * load.relayed for load in loads],
+                "parts_ms": parts_of(traced.within([(load.began, load.ended) for load in loads])),
+            }
+        )
+    return lines
+
+
+def percentiles(
+    servers: Any, own: tuple[float, float] | None, options: argparse.Namespace
+) -> dict[str, float]:
+    """Milliseconds, by the queueing model, of a load over such links."""
+    placed = servers if own is None else replace(servers, link=link(*own))
+    rate = min(options.rate, 0.98 * placed.capacity()[0])
+    found = simulated(placed, rate)
+    return {f"p{share}": 1e3 * found.percentile(share) for share in SHARES}
+
+
+def _print(line: dict[str, Any]) -> None:
+    at = (
+        f"{line['model']} {line['shards']} {line['plan']:9} {line['gbit']:5g} Gbit/s {line['delay_us']:3g} us"
+    )
+    predicted = " ".join(f"{line['predicted'][f'p{share}']:6.2f}" for share in SHARES)
+    if line["measured"] is None:
+        print(f"{at}  predicted {predicted}")
+        return
+    found = " ".join(f"{line['measured'][f'p{share}']:6.2f}" for share in SHARES)
+    alone = " ".join(f"{np.median(line['single'][f'p{share}']):6.2f}" for share in SHARES)
+    cpu = np.median(line["cpu_ms"]), np.median(line["cpu_ms_single"]), np.median(line["relay_ms"])
+    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in line["parts_ms"].items())
+    print(f"{at}  {found}  predicted {predicted}  one server {alone}")
+    print(
+        f"  CPU ms a request {cpu[0]:.2f}, one server {cpu[1]:.2f}, relay {cpu[2]:.2f}; "
+        f"ms of a batch: {parts}"
+    )
 
 
 if __name__ == "__main__":
