@@ -76,7 +76,8 @@ def factors(values: Sequence[float], usual: Sequence[float]) -> tuple[float, ...
 def servers_of(quiet: Traced, front: float, most: int) -> Servers:
     """The servers of these batches, at which nothing waited. ``front``: seconds of a request besides;
     ``most``: requests of a batch."""
-    batches = quiet.batches
+    # Of a main server that has the hottest rows itself some batches may ask nobody.
+    batches = [batch for batch in quiet.batches if batch["shards"]] or quiet.batches
     n = [batch["n"] for batch in batches]
     if not batches[0]["shards"]:
         spent = [batch["end"] - batch["begin"] for batch in batches]

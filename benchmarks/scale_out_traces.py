@@ -94,9 +94,9 @@ def trace_shard(lines: list[Line]) -> None:
     pooled, count = Rows.pooled, ShardModel.count
     own: Line = {}
 
-    def traced_pooled(self: Any, asked: Any) -> Any:
+    def traced_pooled(self: Any, asked: Any, *others: Any) -> Any:
         began = perf_counter()
-        found = pooled(self, asked)
+        found = pooled(self, asked, *others)
         own.update(
             looked=perf_counter() - began,
             lookups=len(asked.lookups),
