@@ -21,6 +21,7 @@ from recpipe.errors import UserError, nearest_or_all
 from recpipe.profiling.limits import Recheck, Sample, measured
 from recpipe_perf_model.bench.caches import measure_caches
 from recpipe_perf_model.bench.lookups import least, measure_lookups, measure_rows
+from recpipe_perf_model.bench.loops import measure_loops
 from recpipe_perf_model.bench.operators import measure_passes, measure_products
 from recpipe_perf_model.bench.overheads import measure_overheads
 from recpipe_perf_model.bench.ranks import measure_ranks
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Measure] = {
     "pointwise": measure_passes,
     "overheads": measure_overheads,
     "lookups": partial(least, measure_lookups),
+    "loops": measure_loops,
     "tiers": partial(least, measure_tiers),
     "stores": partial(least, measure_stores),
     "steps": measure_steps,
@@ -61,6 +63,7 @@ SECONDS = {
     "pointwise": 77.0,
     "overheads": 3.0,
     "lookups": 10.0,
+    "loops": 40.0,
     "tiers": 15.0,
     "stores": 30.0,
     "steps": 25.0,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from recpipe.backend.dense import Gradients, differentiable
-from recpipe.common.loops import compiled, cut
+from recpipe.common.loops import compiled, cut, tell
 from recpipe.common.teams import share_out
 from recpipe.common.timing import phase
 from recpipe.common.vectors import LANES, add, fma, load, mul, splat, store
@@ -45,7 +45,7 @@ class _Cross(torch.autograd.Function):
                 low = x @ v.t()
                 factor = low @ w.t() if loops else torch.addmm(bias, low, w.t())
                 saved += [x, low, factor]
-                x = _crossed(x_0, x, factor, bias) if loops else torch.addcmul(x, x_0, factor)
+                x = crossed(x_0, x, factor, bias) if loops else torch.addcmul(x, x_0, factor)
             ctx.loops = loops
             ctx.save_for_backward(x_0, *parameters, *saved)
             return x
@@ -65,7 +65,7 @@ class _Cross(torch.autograd.Function):
                 (w, v, bias), (x, low, factor) = parameters[layer : layer + 3], saved[layer : layer + 3]
                 if ctx.loops:
                     last = layer == count - 3
-                    to_factor, to_bias = _uncrossed(gradient, x_0, factor, bias, to_x_0, last)
+                    to_factor, to_bias = uncrossed(gradient, x_0, factor, bias, to_x_0, last)
                 else:
                     to_factor = gradient * x_0
                     to_bias = to_factor.sum(0)
@@ -91,15 +91,16 @@ def _flat(x: torch.Tensor) -> NDArray[np.float32]:
     return flat
 
 
-def _crossed(x_0: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def crossed(x_0: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """x_0 * (factor + bias) + x."""
     out, (samples, width) = torch.empty_like(x), x.shape
+    tell("cross forward", samples * width, x_0, x, factor, out)
     given = _flat(x_0), _flat(x), _flat(factor), _flat(bias), _flat(out), width
     share_out(cross_samples, given, cut(samples, 1 + LEAST // width, torch.get_num_threads()))
     return out
 
 
-def _uncrossed(
+def uncrossed(
     gradient: torch.Tensor,
     x_0: torch.Tensor,
     factor: torch.Tensor,
@@ -110,6 +111,7 @@ def _uncrossed(
     """The gradients of ``factor`` and ``bias``; that of x_0 is added to ``to_x_0``, which has nothing yet if
     this is the ``first`` layer."""
     to_factor, (samples, width) = torch.empty_like(factor), factor.shape
+    tell("cross backward", 2 * samples * width, gradient, x_0, factor, to_x_0, to_factor)
     ends = cut(samples, 1 + LEAST // width, torch.get_num_threads())
     sums = torch.zeros(len(ends) - 1, width)
     given = _flat(gradient), _flat(x_0), _flat(factor), _flat(bias)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recpipe import private_api
 from recpipe.backend.dense import differentiable, plain_interaction
-from recpipe.common.loops import compiled, cut, has_wide_registers
+from recpipe.common.loops import compiled, cut, has_wide_registers, tell
 from recpipe.common.teams import share_out
 from recpipe.common.timing import phase
 from recpipe.common.vectors import BLOCK, LANES, fma, load, mul, splat, spread, store, transpose
@@ -45,24 +45,27 @@ def pair_products(dense: torch.Tensor, rows: torch.Tensor, spent: bool = False) 
     """
     if not torch.is_grad_enabled():
         with phase("interaction forward"):
-            return _products(dense, rows)
+            return products(dense, rows)
     out: torch.Tensor = _Pairs.apply(dense, rows, spent)  # type: ignore[no-untyped-call]
     return out
 
 
-def _products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def products(dense: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``pair_products`` without a graph."""
     batch, features, dim = rows.shape
     count = 1 + features
     out = torch.empty(batch, dim + count * features // 2)
+    tell("pairs forward", batch * count * features * dim / 2, dense, rows, out)
     given = (*_flat(dense), *_flat(rows), out.view(-1).numpy(), count, dim, has_wide_registers())
     share_out(multiply_pairs, given, _ends(batch))
     return out
 
 
-def _gradients(
+def gradients(
     dense: torch.Tensor, rows: torch.Tensor, gradient: torch.Tensor, spent: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of ``dense`` and of ``rows``; the latter in their place if they are ``spent``."""
+    """The gradients of ``dense`` and of ``rows``, from that of their ``pair_products``; the latter in the
+    place of ``rows`` if they are ``spent``."""
     batch, features, dim = rows.shape
     # With room for one more vector in front, as rows have it that a table looks up for this: its update takes
     # the gradient without a copy, and does not read what is there.
@@ -70,6 +73,7 @@ def _gradients(
     to_dense, to_rows = torch.empty(batch, dim), rows.detach()
     if not spent or not rows[0].is_contiguous():
         to_rows = torch.empty(batch, room + features * dim)[:, room:].view(rows.shape)
+    tell("pairs backward", batch * (1 + features) * features * dim, dense, rows, gradient, to_dense, to_rows)
     given = (*_flat(dense), *_flat(rows), gradient.contiguous().view(-1).numpy())
     made = (to_dense.view(-1).numpy(), *_flat(to_rows), 1 + features, dim, has_wide_registers())
     share_out(differentiate_pairs, given + made, _ends(batch))
@@ -82,7 +86,7 @@ class _Pairs(torch.autograd.Function):
         with phase("interaction forward"):
             ctx.spent = spent
             ctx.save_for_backward(dense, rows)
-            return _products(dense, rows)
+            return products(dense, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -91,7 +95,7 @@ class _Pairs(torch.autograd.Function):
             return *differentiable(plain_interaction, (dense, rows), gradient), None
         with phase("interaction backward"):
             spent = ctx.spent and not private_api.graph_is_kept()
-            return *_gradients(dense, rows, gradient, spent), None
+            return *gradients(dense, rows, gradient, spent), None
 
 
 def _flat(x: torch.Tensor) -> tuple[Floats, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, update_wrapper
 from inspect import signature
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 NUMBA = "NUMBA_CACHE_DIR"
 """numba's variable for the folder of what it compiles; not set: one beside recpipe's other caches."""
+TOLD: list[Callable[[str, float, Sequence[Any]], None]] = []
+"""What is told of loops that stand in place of torch's operators, as they are called: the kind of a loop, how
+many multiplications it makes, and its tensors, the result last. So what watches operators sees them."""
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 LEAST = 1 << 16
@@ -49,6 +52,12 @@ def compiled(loop: F) -> F:
     that do no more than that. Nothing checks its indices: whoever calls it has.
     """
     return cast(F, update_wrapper(_Loop(loop), loop))
+
+
+def tell(kind: str, work: float, *tensors: Any) -> None:
+    """Tell who is ``TOLD`` of a loop."""
+    for told in TOLD:
+        told(kind, work, tensors)
 
 
 def at_hand() -> bool:

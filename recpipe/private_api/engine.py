@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from recpipe.common.loops import TOLD
 from recpipe.common.versions import private
 
 # Looked up here, so that importing this room fails if a release lacks one of them.
@@ -60,8 +61,9 @@ def global_hooks() -> int:
 
 
 def operators_are_watched() -> bool:
-    """Whether a mode of this thread sees each of torch's operators, such as what counts them."""
-    return bool(_dispatch_modes())
+    """Whether a mode of this thread sees each of torch's operators, such as what counts them, and nobody is
+    told of the loops in their place."""
+    return bool(_dispatch_modes()) and not TOLD
 
 
 def add_to_each(numbers: list[torch.Tensor], value: int) -> None:

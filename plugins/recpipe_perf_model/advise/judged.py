@@ -41,7 +41,7 @@ from recpipe_perf_model.tiers.predict import Kind, TieredPrediction, predict_tie
 from recpipe_perf_model.tiers.ranked import measured_with
 from recpipe_perf_model.tiers.tiered import Resident
 
-NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "tiers", "stores", "steps")
+NEEDED = ("limits", "gemm", "pointwise", "overheads", "lookups", "loops", "tiers", "stores", "steps")
 """Families of measurements that predictions for a CPU are made of."""
 BESIDE = ("rows", "collectives")
 """Those that only predictions for several ranks, and of tables with rows as plain arrays, are made of."""

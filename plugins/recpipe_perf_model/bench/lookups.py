@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from numpy.typing import NDArray
+from torch import nn
 
 from recpipe.common.device import one_thread
 from recpipe.plugin.bags import IndexBags, RowIds
@@ -137,22 +139,15 @@ def timed_lookups(
     shapes: tuple[tuple[int, int], ...] = LOOKUP_SHAPES,
     begin: Callable[[], object] = lambda: None,
     skews: tuple[float, ...] = SKEWS,
+    make: Callable[[int, int, int], nn.Module] | None = None,
 ) -> Iterator[TimedLookups]:
-    """Time forward, and backward with update, of TBEs over the grid. ``begin`` is called before each
-    point."""
-    cuda = clock.device.type == "cuda"
-    place = EmbeddingLocation.DEVICE if cuda else EmbeddingLocation.HOST
-    kind = ComputeDevice.CUDA if cuda else ComputeDevice.CPU
+    """Time forward, and backward with update, of TBEs over the grid. ``begin`` is called before each point.
+    ``make``: what makes a TBE of so many tables with so many rows of a dimension; None: FBGEMM's own with
+    ``optimizer``."""
+    make = partial(_tbe, clock.device, optimizer) if make is None else make
     for count, rows in tables:
         for dim in dims:
-            tbe = SplitTableBatchedEmbeddingBagsCodegen(
-                [(rows, dim, place, kind)] * count,
-                optimizer=optimizer,
-                learning_rate=0.01,
-                device=clock.device,
-            )
-            # Pages that were never written share one page of zeros.
-            tbe.init_embedding_weights_uniform(-0.1, 0.1)
+            tbe = make(count, rows, dim)
             # All ids of a small table recur in every batch, so that skew changes nothing.
             for skew in skews[: 1 if rows < shapes[0][0] else None]:
                 for bags, lookups in shapes:
@@ -163,9 +158,25 @@ def timed_lookups(
                     yield TimedLookups(count, rows, dim, bags, bags * lookups, distinct, forward, backward)
 
 
-def _timed(
-    clock: Clock, tbe: SplitTableBatchedEmbeddingBagsCodegen, pool: RowIds, size: int, of_bag: int
-) -> NDArray[np.float64]:
+def _tbe(device: torch.device, optimizer: EmbOptimType, count: int, rows: int, dim: int) -> nn.Module:
+    place, kind = (
+        (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if device.type == "cuda"
+        else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    )
+    made: nn.Module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, place, kind)] * count, optimizer=optimizer, learning_rate=0.01, device=device
+    )
+    written(made)
+    return made
+
+
+def written(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+    """Write all rows: pages that were never written share one page of zeros."""
+    tbe.init_embedding_weights_uniform(-0.1, 0.1)
+
+
+def _timed(clock: Clock, tbe: nn.Module, pool: RowIds, size: int, of_bag: int) -> NDArray[np.float64]:
     """Median milliseconds of ``size`` lookups, ``of_bag`` in each bag, and of their backward pass: [2, 2]."""
     offsets = torch.arange(0, size + 1, of_bag, device=clock.device)
     times = []

@@ -39,7 +39,7 @@ def _dtypes() -> list[torch.dtype]:
     return [torch.float32, *([torch.bfloat16] if has_bfloat16_units() else [])]
 
 
-def _uniform_log2(random: Random, ends: tuple[int, int]) -> int:
+def uniform_log2(random: Random, ends: tuple[int, int]) -> int:
     """A number between two others, whose logarithm is as likely anywhere."""
     return int(2 ** random.uniform(*np.log2(ends)))
 
@@ -50,7 +50,7 @@ def measure_products(quick: bool) -> Iterator[Sample]:
     random = np.random.default_rng(2)
     pairs: list[tuple[int, int, int]] = []
     while len(pairs) < (INTERACTIONS // 4 if quick else INTERACTIONS):
-        samples, features = _uniform_log2(random, SAMPLES) // 16 * 16, _uniform_log2(random, FEATURES)
+        samples, features = uniform_log2(random, SAMPLES) // 16 * 16, uniform_log2(random, FEATURES)
         dim = int(random.choice(DIMS))
         if samples * features * dim <= MOST:
             pairs.append((max(16, samples), features, dim))
@@ -119,7 +119,7 @@ def measure_passes(quick: bool) -> Iterator[Sample]:
 
 
 def _samples(random: Random) -> int:
-    return max(16, _uniform_log2(random, SAMPLES) // 16 * 16)
+    return max(16, uniform_log2(random, SAMPLES) // 16 * 16)
 
 
 def matrices(random: Random, dtype: torch.dtype) -> list[Make]:
@@ -158,7 +158,7 @@ def matrices(random: Random, dtype: torch.dtype) -> list[Make]:
 def joins(random: Random, dtype: torch.dtype) -> list[Make]:
     """What an interaction does beside its products, on one drawn number of features."""
     dim = int(random.choice(PASS_DIMS))
-    features = _uniform_log2(random, FEATURES)
+    features = uniform_log2(random, FEATURES)
     rows = min(_samples(random), max(16, MOST // (features * max(dim, features))))
     row, column = torch.triu_indices(features, features, offset=1)
     pairs = row * features + column

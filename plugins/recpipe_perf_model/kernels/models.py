@@ -23,6 +23,8 @@ from recpipe_perf_model.machine import MachineProfile
 
 FAMILIES = ("gemm", "pointwise", "overheads")
 """The families that ``KernelModels`` are made of."""
+LOOPS = ("pairs forward", "pairs backward", "cross forward", "cross backward")
+"""recpipe's own loops in place of operators, of the family ``loops``, if the machine's profile has that."""
 CACHES = np.log2([2.0**18, 2.0**22, 2.0**26])
 """Knots, in bytes touched between two uses of an operator's memory; they decide which cache still has it."""
 DEPTHS = 2.0 * np.arange(3)
@@ -192,7 +194,8 @@ class KernelModels:
             raise UserError(
                 f"the machine profile has no samples of {', '.join(lacking)}: run recpipe perf calibrate"
             )
-        return cls(sample for name in FAMILIES for sample in profile.samples[name])
+        loops = [sample for sample in profile.samples.get("loops", ()) if sample.kind in LOOPS]
+        return cls([*loops, *(sample for name in FAMILIES for sample in profile.samples[name])])
 
     def seconds(self, kind: str, at: At) -> float:
         """The time of an operator with ``at["threads"]`` threads.

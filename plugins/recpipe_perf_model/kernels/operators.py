@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from recpipe.common.loops import TOLD
 from recpipe.private_api import TorchDispatchMode
 
 GEMMS = ("addmm", "linear", "mm nn", "mm nt", "mm tn", "bmm nn", "bmm nt", "bmm tn")
@@ -192,7 +193,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In a with block, collects the operators that run below autograd in this thread.
+    """In a with block, collects the operators that run below autograd in this thread, and recpipe's own loops
+    in their place.
 
     Memory is known by its address, which an allocator gives out again, so that the new memory of a result may
     have been touched a moment ago.
@@ -204,6 +206,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._touched = 0.0
         self._last: dict[int, float] = {}
         """How many bytes had been touched when each address was touched last."""
+
+    def __enter__(self) -> Watch:
+        TOLD.append(self.told)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        TOLD.remove(self.told)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def told(self, kind: str, work: float, tensors: Sequence[torch.Tensor]) -> None:
+        """Note a loop."""
+        made = tensors[-1]
+        at = {"bytes": float(sum(map(_bytes, tensors))), "elements": float(work), "runs": 0.0}
+        at |= {"results": float(made.numel()), "row": float(made.shape[-1])}
+        self.note(Operator(kind, {**at, "dtype": _dtype(made), **self.touch(tensors)}, kind))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from recpipe.errors import UserError
+from recpipe.profiling.limits import Sample
 from recpipe_perf_model.kernels.linear import At, Linear, LookupWork, Vector, lookup_features
 from recpipe_perf_model.kernels.models import KernelModels
 from recpipe_perf_model.kernels.operators import Operator, optimizer_sizes
@@ -41,6 +42,15 @@ class Factors:
     """The relative error that is left in a step, as a standard deviation."""
 
 
+def _lookups(profile: MachineProfile) -> dict[tuple[str, float], Linear]:
+    """The models of lookups, by kind and threads."""
+    found: dict[tuple[str, float], list[Sample]] = {}
+    for sample in (*profile.samples.get("lookups", ()), *profile.samples.get("loops", ())):
+        if sample.kind.removeprefix("loop ") in ("lookup forward", "lookup update"):
+            found.setdefault((sample.kind, float(sample.at.get("threads", 1))), []).append(sample)
+    return {key: Linear.fit(samples, lookup_features) for key, samples in found.items()}
+
+
 class Amounts:
     """The seconds of a machine's operators, lookups and overheads."""
 
@@ -49,11 +59,7 @@ class Amounts:
         self.threads = profile.host.threads
         self.factors = factors
         self._known: dict[Any, float] = {}
-        self._lookups = {
-            kind: Linear.fit(found, lookup_features)
-            for kind in ("lookup forward", "lookup update")
-            if (found := [s for s in profile.samples.get("lookups", ()) if s.kind == kind])
-        }
+        self._lookups = _lookups(profile)
 
     def corrected(self, factors: Factors, threads: int | None = None) -> Amounts:
         """The same machine with other ``factors``, or with so many threads, of those that were measured."""
@@ -110,18 +116,20 @@ class Amounts:
             found.append(seconds + sum(self.overhead(kind, share * times) for kind, times in extra.items()))
         return found
 
-    def lookups(self, groups: Iterable[GroupLookups], kind: str) -> float:
-        """``lookup forward``, or ``lookup update`` of those that are trained, of all groups."""
+    def lookups(self, groups: Iterable[GroupLookups], kind: str, threads: float | None = None) -> float:
+        """``lookup forward``, or ``lookup update`` of those that are trained, of all groups: by FBGEMM in one
+        thread, by loops in so many, or in all."""
         total = 0.0
         for group in groups:
             if not group.tables or (kind == "lookup update" and not group.trained):
                 continue
-            if kind not in self._lookups:
+            key = (f"loop {kind}", threads or self.threads) if group.by_loops else (kind, 1.0)
+            if key not in self._lookups:
                 raise UserError("the machine profile has no samples of lookups: run recpipe perf calibrate")
             tables = [LookupWork(t.rows, group.dim, t.bags, t.lookups, t.distinct) for t in group.tables]
             footprint = sum(table.bytes for table in tables)
             work: Vector = np.concatenate([[1.0], sum(table.features(footprint) for table in tables)])
-            total += float(work @ self._lookups[kind].coefficients)
+            total += float(work @ self._lookups[key].coefficients)
         return self.factors.tables * total
 
     def _turns(self, threads: float) -> float:

@@ -98,6 +98,8 @@ class GroupLookups:
     tables: tuple[TableLookups, ...]
     trained: bool = True
     """False: its tables are frozen, and not updated."""
+    by_loops: bool = False
+    """Whether recpipe's own loops look them up and update them, and not FBGEMM."""
 
     @property
     def lookups(self) -> int:
@@ -163,8 +165,8 @@ def group_lookups(model: PlacedModel, batch: Any, number: int) -> GroupLookups:
             ids = np.concatenate([bags.indices[ends[f] : ends[f + 1]] for f in features])
             size = bags.batch_size * len(features)
             found.append(TableLookups(int(rows), size, len(ids), len(np.unique(ids))))
-    optimizer = tables.optimizer
-    return GroupLookups(tables.dim, optimizer.name, tables.pooled, tuple(found), not optimizer.frozen)
+    optimizer, loops = tables.optimizer, tables.kernel.by_loops
+    return GroupLookups(tables.dim, optimizer.name, tables.pooled, tuple(found), not optimizer.frozen, loops)
 
 
 def _part(model: PlacedModel, batch: Any, threads: int) -> tuple[Part, int]:

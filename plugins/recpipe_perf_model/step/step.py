@@ -119,7 +119,7 @@ def resident_tasks(step: Step, amounts: Amounts, in_one: bool = False) -> list[T
     if step.shared:
         own += amounts.overhead("hand over", len(captured.shares) - 1)
     after = {"read": 1, "loop": 1}
-    looked_up = [Task("look up", MAIN, own, after=after)]
+    looked_up = [Task("look up", MAIN, own, after=after, cores=_cores(step, amounts))]
     for number, busy in enumerate(others):
         looked_up.append(
             Task(_numbered("look up beside", number), _numbered(TABLES, number), busy, after=after)
@@ -192,7 +192,7 @@ def _ending(step: Step, amounts: Amounts, in_one: bool) -> list[Task]:
     if used > 1:
         optimizer += amounts.overhead("wake")
     dense = Task("dense optimizer", MAIN, optimizer, after={**arrived, **summed}, cores=used)
-    found = [Task("table update", MAIN, update, after=arrived), dense]
+    found = [Task("table update", MAIN, update, after=arrived, cores=_cores(step, amounts)), dense]
     if others:
         found = [
             Task(_numbered("table update", number), _numbered(TABLES, number), busy, after=arrived)
@@ -210,7 +210,7 @@ def _of_groups(
     step: Step, amounts: Amounts, kind: str, in_one: bool, ahead: float = 0.0
 ) -> tuple[float, list[float]]:
     """The lookups or updates of this thread, and of each of those beside it that has some."""
-    each = [amounts.lookups([group], kind) for group in step.captured.groups]
+    each = [amounts.lookups([group], kind, 1 if step.shared else None) for group in step.captured.groups]
     whole = sum(each)
     if not step.beside or amounts.threads < 2 or whole < WORTH:
         return whole, []
@@ -218,6 +218,12 @@ def _of_groups(
         return (0.0, [whole]) if ahead else (whole, [])
     *others, own = divided(each, amounts.threads, ahead)
     return sum(each[n] for n in own), [sum(each[n] for n in some) for some in others if some]
+
+
+def _cores(step: Step, amounts: Amounts) -> int:
+    """How many cores lookups and updates in the main thread take."""
+    loops = not step.shared and any(group.by_loops for group in step.captured.groups)
+    return amounts.threads if loops else 1
 
 
 def divided(seconds: Sequence[float], threads: int, ahead: float = 0.0) -> list[list[int]]:

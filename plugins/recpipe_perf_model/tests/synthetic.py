@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from recpipe_perf_model.bench.overheads import OPTIMIZERS
 from recpipe_perf_model.kernels.operators import GEMMS, optimizer_sizes
@@ -80,6 +82,15 @@ def profile(**changes: float) -> MachineProfile:
     ]
     families = {"gemm": products, "pointwise": passes, "overheads": overheads, "lookups": lookups}
     return MachineProfile(HOST, "then", False, {name: tuple(each) for name, each in families.items()})
+
+
+def loops(base: MachineProfile) -> list[Sample]:
+    """Lookups and updates by loops: in half of the time of the others, by two threads in half of that."""
+    return [
+        replace(s, kind=f"loop {s.kind}", at={**s.at, "threads": threads}, seconds=s.seconds / 2 / threads)
+        for s in base.samples["lookups"]
+        for threads in (1.0, 2.0)
+    ]
 
 
 def _looked_up(rows: int, bags: int, lookups: int) -> dict[str, float]:

@@ -63,6 +63,7 @@ def machine(**times: float) -> MachineProfile:
     over = [replace(each, at={**each.at, "ranks": 2.0}) for each in kept if is_over_ranks(each.kind)]
     alone = [each for each in kept if not is_over_ranks(each.kind)]
     more = {"tiers": alone, "stores": [], "limits": [], "steps": [], "rows": alone[:1], "collectives": over}
+    more["loops"] = synthetic.loops(base)
     return replace(base, samples={**base.samples, **{name: tuple(each) for name, each in more.items()}})
 
 

@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from recpipe_perf_model.bench import operators, overheads, timing
+from recpipe_perf_model.bench import loops, operators, overheads, timing
 from recpipe_perf_model.bench.timing import Make, OperatorClock
+from recpipe_perf_model.kernels.models import LOOPS
 from recpipe_perf_model.kernels.operators import FREE, Operator, watched
 
 from recpipe.backend.matmul import has_onednn
@@ -53,6 +54,14 @@ def test_each_pass_is_one_operator(monkeypatch: pytest.MonkeyPatch, dtype: torch
             assert " and " not in kind, kind
     vectors = kinds(operators.vectors(random))
     assert vectors == ["loss", "math", "elementwise", "sum", "view", "empty"]
+
+
+def test_each_loop_is_seen_as_one() -> None:
+    random = np.random.default_rng(0)
+    made = [*loops.pairs(random), *loops.crosses(random)]
+    found = [loops.loop_of(make) for make in made]
+    assert tuple(each.kind for each in found) == LOOPS
+    assert all(float(each.at["elements"]) > 0 for each in found)
 
 
 def test_draws_are_the_same_each_time_and_bounded() -> None:

@@ -14,7 +14,9 @@ from torch import nn
 from torchrec.models.dlrm import DLRM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recpipe.backend.choices import Choices
 from recpipe.backend.convert import convert
+from recpipe.common.loops import TOLD
 from recpipe.errors import UserError
 from recpipe.pipeline.placed import PlacedModel
 from recpipe.plugin.batch import Batch
@@ -26,10 +28,10 @@ SAMPLES = 48
 BATCH = random_batch(np.random.default_rng(3), SAMPLES, True)
 
 
-def dlrm(converted: bool = False) -> PlacedModel:
+def dlrm(converted: bool = False, choices: Choices | None = None) -> PlacedModel:
     module = DLRM(bags(), 3, [5, DIM], [6, 1])
     if converted:
-        convert(module)
+        convert(module, choices)
     return placed(module, BATCH)
 
 
@@ -59,6 +61,22 @@ def test_a_converted_model_is_captured_as_it_runs() -> None:
     assert kinds(found, 1)["take index_select"] == 1
     assert not kinds(found, 1)["take index"]
     assert captured(dlrm(), BATCH).whole.functions == 0
+
+
+def test_loops_are_captured_in_place_of_operators() -> None:
+    part = f"dot {len(FEATURES)}x{DIM}"
+    model = dlrm(True, {part: {str(torch.get_num_threads()): {str(SAMPLES): "loops"}}})
+    (group,) = model.embeddings.tables.groups
+    group.tables.kernel.faster = lambda: True
+    found = captured(model, BATCH)
+    assert kinds(found, 1)["pairs forward"] == kinds(found, 2)["pairs backward"] == 1
+    assert not any(kind.startswith("bmm") for stage in range(4) for kind in kinds(found, stage))
+    (pairs,) = (each for each in found.whole.operators[1] if each.kind == "pairs forward")
+    assert pairs.at["elements"] == SAMPLES * len(FEATURES) * (len(FEATURES) + 1) / 2 * DIM
+    assert pairs.at["results"] == SAMPLES * (DIM + len(FEATURES) * (len(FEATURES) + 1) / 2)
+    assert [group.by_loops for group in found.groups] == [True]
+    assert not TOLD
+    assert not captured(dlrm(), BATCH).groups[0].by_loops
 
 
 def test_nothing_is_left_behind() -> None:

@@ -11,7 +11,7 @@ from recpipe_perf_model.step.amounts import Amounts, Factors
 from recpipe_perf_model.step.capture import Captured, GroupLookups, Part, TableLookups, captured
 from recpipe_perf_model.step.step import Estimate, Step, divided, predict_resident, resident_tasks
 from recpipe_perf_model.step.walk import walk
-from recpipe_perf_model.tests.synthetic import profile
+from recpipe_perf_model.tests.synthetic import loops, profile
 from recpipe_perf_model.tests.test_capture import BATCH, SAMPLES, dlrm
 
 from recpipe.errors import UserError
@@ -62,7 +62,7 @@ class Fixed(Amounts):
         each = 1 if part.samples == 128 else self.times.get("each", 0.5)
         return [MS * self.times["dense"] / 4 * each] * 4
 
-    def lookups(self, groups: Any, kind: str) -> float:
+    def lookups(self, groups: Any, kind: str, threads: float | None = None) -> float:
         whole = MS * self.times["look" if kind == "lookup forward" else "update"]
         return whole * len(groups) / self.groups
 
@@ -166,6 +166,14 @@ def test_lookups_of_a_table_that_is_never_looked_up_cost_a_call_at_most() -> Non
     assert np.isfinite(times).all()
     assert amounts.lookups([], "lookup update") == 0
     bare = profile()
+    by_loops, measured = (
+        replace(some, by_loops=True),
+        replace(bare, samples={**bare.samples, "loops": tuple(loops(bare))}),
+    )
+    assert Amounts(measured).lookups([by_loops], "lookup forward", 1) == pytest.approx(times[1] / 2)
+    assert Amounts(measured).lookups([by_loops], "lookup forward") == pytest.approx(times[1] / 4)
+    with pytest.raises(UserError, match="no samples of lookups: run recpipe perf calibrate"):
+        amounts.lookups([by_loops], "lookup forward")
     unmeasured = Amounts(replace(bare, samples={**bare.samples, "lookups": ()}))
     with pytest.raises(UserError, match="no samples of lookups: run recpipe perf calibrate"):
         unmeasured.lookups([some], "lookup forward")
