@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -366,6 +367,10 @@ class RankingModule(L.LightningModule):
         self._random_state = saved["random"]
         if saved.get("backend") is not None:  # older checkpoints lack it
             self.backend.restore(saved["backend"])
+
+
+# Lightning asks for it at each step, and Python would make it anew from the code.
+RankingModule.training_step.__signature__ = signature(RankingModule.training_step)  # type: ignore[attr-defined]
 
 
 def first_bad_tensor(model: PlacedModel, batch: Any) -> str:

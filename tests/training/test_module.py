@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import lightning as L
@@ -44,6 +45,15 @@ def fit(module: RankingModule, dataset=None) -> L.Trainer:
     )
     trainer.fit(module, module.loader, eval_loader_of(dataset) if dataset else None)
     return trainer
+
+
+def test_the_step_s_signature_is_not_read_from_its_code_each_time(monkeypatch) -> None:
+    step = RankingModule.training_step
+    kept = inspect.signature(step)
+    assert inspect.getfullargspec(step).args == ["self", "batch", "batch_idx"]
+    assert inspect.signature(step) is kept
+    monkeypatch.delattr(step, "__signature__")
+    assert inspect.signature(step) == kept
 
 
 def spoil_dense(dataset, module) -> None:
