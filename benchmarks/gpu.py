@@ -20,6 +20,9 @@ Jobs, in this order; each figure is samples per second over all steps of the sam
     .._graph                                     with trainer.backend=cuda_graph; at dimension 128, and of the
                                                  smaller and the larger share, with it alone
     {resident,tiers}/DIM/65536/tf32/..           all sides with float32 products by the matrix units (TF32)
+    mlperf/128/BATCH[/PRECISION]/{recpipe,recpipe_graph,recpipe_compiled,by_hand,by_hand_compiled}/ROUND
+                                                 MLPerf Training's DLRM-DCNv2, its multi-hot ids, tables cut
+                                                 to what one of eight GPUs holds; compiled: by torch.compile
     sanitizer                                    compute-sanitizer's memcheck over a short run
 
 Jobs run in a child process, one after the other. Before the first job of a kind, width and batch size, all of
@@ -78,6 +81,7 @@ class Setting:
     dim: int
     batch: int
     precision: str = "float32"
+    mlperf: bool = False
 
     @property
     def name(self) -> str:
@@ -89,12 +93,19 @@ class Setting:
         from work import Size
 
         samples, steps = QUICK[self.batch] if quick else (self.batch, BATCHES[self.batch])
-        return Size(self.dim, samples, steps, smaller=50 if quick else 1, precision=self.precision)
+        if self.mlperf and not quick:
+            steps //= 3  # a batch has eight times as many ids
+        return Size(self.dim, samples, steps, 50 if quick else 1, self.precision, self.mlperf)
 
 
 PLAIN = [Setting(dim, batch) for batch in BATCHES for dim in DIMS]
 TF32 = [Setting(dim, 65536, "tf32") for dim in DIMS]
 """Only where products take most of a step: at 8,192 the host does."""
+MLPERF = [
+    Setting(128, batch, precision, True) for precision in ("bfloat16", "tf32", "float32") for batch in BATCHES
+]
+PUBLISHED = 1_720_000
+"""Samples a second of an H100 in MLPerf Training v4.1 (HugeCTR, 8 of them), evaluations included."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +210,27 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
             for side, work in sorted(sides.items(), reverse=number % 2 == 0)
         ]
 
+    def mlperf(setting: Setting, number: int) -> list[Job]:
+        of, group = setting.size(quick), ("mlperf", setting)
+        sides = {
+            "by_hand": partial(by_hand.train, of, device),
+            "by_hand_compiled": partial(by_hand.train, of, device, compiled=True),
+            "recpipe": partial(by_recpipe.train, of, device, "resident"),
+            f"recpipe{GRAPH}": partial(by_recpipe.train, of, device, f"resident{GRAPH}"),
+            "recpipe_compiled": partial(by_recpipe.train, of, device, "resident_compiled"),
+        }
+        told = {"flops_per_sample": of.flops, "row_bytes_per_sample": of.row_bytes}
+        return [
+            Job(
+                f"mlperf/{setting.name}/{side}/{number}",
+                lambda _, work=work: work() | told,  # type: ignore[misc]
+                side.endswith(GRAPH) or setting.precision == "tf32",
+                group,
+                limit=150,
+            )
+            for side, work in sorted(sides.items(), reverse=number % 2 == 0)
+        ]
+
     def tiers(setting: Setting, share: float, number: int = 1) -> list[Job]:
         of, group, name = setting.size(quick), ("tiers", setting), f"tiers/{setting.name}/{share}"
         both = share == SHARES[0] and setting.dim == DIMS[0] and setting in PLAIN
@@ -219,6 +251,8 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     for number in range(2, ROUNDS + 1):
         rounds[number - 1] += [job for share in SHARES for of in PLAIN for job in tiers(of, share, number)]
     first, second, third = ([job for of in PLAIN for job in tiers(of, share)] for share in SHARES)
+    of_mlperf = [job for of in MLPERF for job in mlperf(of, 1)]
+    of_mlperf += [job for number in (2, 3) for of in MLPERF[: len(BATCHES)] for job in mlperf(of, number)]
     tf32 = [job for of in TF32 for job in (*resident(of, 1), *tiers(of, SHARES[0]))]
     tf32 += [job for share in SHARES[1:] for job in tiers(TF32[0], share)]
     others = []
@@ -232,7 +266,18 @@ def jobs(device: Any, quick: bool, keep: Path) -> list[Job]:
     others.append(Job("memory", partial(_alone, flat), group=("tiers", PLAIN[0]), limit=180))
     check = partial(by_recpipe.sanitized, 150)
     sanitizer = Job("sanitizer", partial(_alone, check), only_gpu=True, limit=170)
-    return [*rounds[0], *others, *first, *tf32, *second, *third, *rounds[1], sanitizer, *rounds[2]]
+    return [
+        *of_mlperf,
+        *rounds[0],
+        *others,
+        *first,
+        *tf32,
+        *second,
+        *third,
+        *rounds[1],
+        sanitizer,
+        *rounds[2],
+    ]
 
 
 def _alone(work: Callable[[], dict[str, Any]], _: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +292,7 @@ def warm_up(device: Any, group: tuple[str, Setting], quick: bool) -> None:
     kind, setting = group
     small = replace(setting.size(quick), steps=3, smaller=100)
     rows = sum(small.tables.values()) // 2
-    if kind == "resident":
+    if kind in ("resident", "mlperf"):
         by_recpipe.train(small, device, "resident")
         by_hand.train(small, device)
         return
@@ -363,7 +408,7 @@ def _show(results: Mapping[str, Any]) -> None:
     rounds, with the lowest and the highest."""
     found, rounds = results.get("jobs", {}), dict[str, list[tuple[float, float]]]()
     for name, one in found.items():
-        if "samples_per_second" in one and name.startswith(("resident", "tiers")):
+        if "samples_per_second" in one and name.startswith(("mlperf", "resident", "tiers")):
             start, _, end = name.rpartition("/")
             whole = start if end.isdigit() else name  # without the round
             speeds = float(one["samples_per_second"]), float(one["steady_samples_per_second"])
@@ -383,10 +428,12 @@ def _show(results: Mapping[str, Any]) -> None:
             every = [each[number] for each in rounds[name]]
             spread = f" ({min(every):,.0f}..{max(every):,.0f})" if len(every) > 1 else ""
             cells += [f"{speed:,.0f}{spread}", f"{speed / best:.2f}" if best else ""]
+        if name.startswith("mlperf"):
+            cells[-1] += f", {middle[name][1] / PUBLISHED:.2f} of an H100's in MLPerf Training v4.1"
         print("| " + " | ".join(cells) + " |")
 
 
-THEIRS = ("by_hand", "uvm", "uvm_large")
+THEIRS = ("by_hand", "by_hand_compiled", "uvm", "uvm_large")
 
 
 if __name__ == "__main__":

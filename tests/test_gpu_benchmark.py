@@ -90,6 +90,27 @@ def test_jobs_have_names_of_their_own_and_all_settings(monkeypatch: pytest.Monke
             assert names.index(lru) < names.index(later), f"{uvm} takes its budget from lru"
 
 
+def test_mlperfs_shape_is_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = module("on_gpu/work.py", monkeypatch)
+    size = work.Size(128, 64, 2, smaller=100_000, mlperf=True)
+    model = work.make_model(size)
+    linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    crossed = 27 * 128
+    assert [(part.in_features, part.out_features) for part in linear] == [
+        *((13, 512), (512, 256), (256, 128)),
+        *((crossed, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)),
+    ]
+    weights = sum(part.weight.numel() for part in linear) + 6 * crossed * 512
+    assert size.flops == 6 * weights - 2 * 13 * 512, "no gradient of the dense inputs"
+    assert size.row_bytes == sum(size.hot) * (512 + 2 * 516)
+    assert sum(size.hot) == 214
+    rows = sum(work.Size(128, 64, 2, mlperf=True).tables.values())
+    assert rows * 8 == pytest.approx(sum(work.MLPERF_ROWS), rel=0.06)
+    first, _ = work.batches(size)
+    lengths = first.sparse_features.lengths().view(26, 64)
+    assert lengths.tolist() == [[hot] * 64 for hot in work.MLPERF_HOT]
+
+
 def test_whole_names_choose_one_job_and_words_many(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = module("gpu.py", monkeypatch)
     every = bench.jobs(None, True, Path())

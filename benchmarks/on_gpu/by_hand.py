@@ -22,14 +22,18 @@ from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist,
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from work import EPSILON, LEARNING_RATE, Samples, Size, batches, device_bytes, make_model, tbes
+from work import EPSILON, Samples, Size, batches, device_bytes, make_model, tbes
 
 WARM_UP = 10
 """Steps, at most a tenth of all, that the steady speed leaves out, as in recpipe's report."""
 
 
 def train(
-    size: Size, device: torch.device, device_rows: int | None = None, whole_below: int = 0
+    size: Size,
+    device: torch.device,
+    device_rows: int | None = None,
+    whole_below: int = 0,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train all batches of ``size``; samples per second over all steps.
 
@@ -37,13 +41,14 @@ def train(
         device_rows: how many rows have room in device memory; the others are in host memory, and
             FUSED_UVM_CACHING caches them. None: all rows are in device memory (FUSED).
         whole_below: tables of fewer rows are in device memory as a whole, and count.
+        compiled: whether torch.compile makes each part of the dense part.
     """
     on_gpu = device.type == "cuda"
     _join(on_gpu)
     cached = {n: r for n, r in size.tables.items() if device_rows is not None and r >= whole_below}
     fused: dict[str, Any] = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": size.rate,
         "eps": EPSILON,
     }
     if device_rows is not None:
@@ -52,14 +57,14 @@ def train(
     sharded = _sharded(size, device, fused, cached)
     dense: Mapping[str, Any] = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     optimizer = KeyedOptimizerWrapper(
-        dense, lambda p: torch.optim.Adagrad(p, lr=LEARNING_RATE, fused=_has_fused_adagrad(device) or None)
+        dense, lambda p: torch.optim.Adagrad(p, lr=size.rate, fused=_has_fused_adagrad(device) or None)
     )
     kind = TrainPipelineSparseDist if device_rows is None else PrefetchTrainPipelineSparseDist
     pipeline = kind(sharded, optimizer, device, execute_all_batches=True)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if size.precision == "tf32" else before)
     try:
-        found = timed(pipeline, sharded, batches(size, on_gpu), device)
+        found = timed(pipeline, sharded, batches(size, on_gpu), device, compiled)
     finally:
         torch.set_float32_matmul_precision(before)
     return found | {"table_bytes_on_device": device_bytes([sharded])}
@@ -69,8 +74,10 @@ def _sharded(
     size: Size, device: torch.device, fused: dict[str, Any], cached: Mapping[str, int]
 ) -> DistributedModelParallel:
     model = make_model(size)
-    for part in (model.model.dense_arch, model.model.inter_arch, model.model.over_arch):
+    for part in dense_parts(model):
         part.to(device)
+        if size.precision == "bfloat16":
+            part.forward = _in_bfloat16(part.forward, device)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     places = {
         name: table_wise(rank=0, compute_kernel="fused_uvm_caching" if name in cached else "fused")
@@ -94,6 +101,23 @@ def _sharded(
     )
 
 
+def dense_parts(model: nn.Module) -> list[nn.Module]:
+    """What has no tables."""
+    inner = model.module.model if isinstance(model, DistributedModelParallel) else model.model
+    return [inner.dense_arch, inner.inter_arch, inner.over_arch]
+
+
+def _in_bfloat16(forward: Any, device: torch.device) -> Any:
+    """Products in bfloat16, as ``model.precision=bfloat16`` has them; what goes out is float32."""
+
+    def cast(*inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            found: torch.Tensor = forward(*inputs, **named)
+        return found.float()
+
+    return cast
+
+
 @cache
 def _has_fused_adagrad(device: torch.device) -> bool:
     """torch 2.11 has no fused Adagrad for a GPU; its default there goes over all parameters at once, too."""
@@ -106,11 +130,17 @@ def _has_fused_adagrad(device: torch.device) -> bool:
     return True
 
 
-def timed(pipeline: Any, model: nn.Module, samples: list[Samples], device: torch.device) -> dict[str, Any]:
+def timed(
+    pipeline: Any, model: nn.Module, samples: list[Samples], device: torch.device, compiled: bool = False
+) -> dict[str, Any]:
     """Run ``pipeline`` over all of ``samples``, from empty caches. Before the clock starts it trains two
-    batches, in which it rewrites the model."""
+    batches, in which it rewrites the model, and two more if that is ``compiled`` then."""
     on_gpu = device.type == "cuda"
     list(_steps(pipeline, samples[:2]))
+    if compiled:
+        for part in dense_parts(model):
+            part.compile()
+        list(_steps(pipeline, samples[:2]))
     held = tbes([model])
     assert held, "the tables of the sharded model are not found, so that their caches would stay filled"
     for tbe in held:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import EPSILON, LEARNING_RATE, Size, batches, device_bytes, make_model, tbes
+from work import EPSILON, Size, batches, device_bytes, make_model, tbes
 
 import recpipe
 from recpipe.tables.proxy import CollectionProxy
@@ -23,10 +23,8 @@ from recpipe.tables.tiers.tiered import TieredEmbeddingBagCollection
 
 COMMON = (
     "optim=rowwise_adagrad",
-    f"optim.tables.lr={LEARNING_RATE}",
     f"optim.tables.eps={EPSILON}",
     "optim.dense.name=Adagrad",
-    f"optim.dense.lr={LEARNING_RATE}",
     "trainer.progress=false",
     "trainer.logger=null",
     "trainer.checkpoint_every=null",
@@ -40,6 +38,7 @@ POLICIES = {
     "bagpipe": ("+plugin=bagpipe", "tiers.store=host"),
 }
 POLICIES |= {f"{name}_graph": (*words, "trainer.backend=cuda_graph") for name, words in POLICIES.items()}
+POLICIES["resident_compiled"] = (*POLICIES["resident"], "trainer.compile=true")
 POLICIES["uvm_caching"] = ("tiers.sharded=true", "tiers.kernel=uvm_caching")
 
 
@@ -51,7 +50,11 @@ def train(size: Size, device: torch.device, policy: str, share: float = 1.0, *mo
         torch.cuda.reset_peak_memory_stats()
     budget = max(1, int(share * size.table_bytes))
     words = (*COMMON, *POLICIES[policy], f"tiers.resident_bytes={budget}", f"trainer.device={device.type}")
-    words += (f"model.precision={size.precision}",)
+    words += (
+        f"model.precision={size.precision}",
+        f"optim.tables.lr={size.rate}",
+        f"optim.dense.lr={size.rate}",
+    )
     made = batches(size, on_gpu)
     with recpipe.train(make_model(size), made, *words, *more, quiet=True) as done:
         report = done.report

@@ -1,4 +1,5 @@
-"""The work of all sides: a DLRM of TorchRec's, tables like Criteo's with its skew, batches in host memory."""
+"""The work of all sides: a DLRM of TorchRec's, tables like Criteo's with its skew, batches in host memory; or
+MLPerf Training's DLRM-DCNv2, whose largest tables are cut."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -24,26 +26,73 @@ ROWS = (
     *(27, 14992, 1000000, 10, 5652, 2173, 4, 1000000, 18, 15, 286181, 105, 142572),
 )
 """Rows of the 26 one-hot features' tables: Criteo's, at most a million each."""
+CUT = 4_000_000
+"""Most rows of a table of MLPerf's: all of them have 24 million then, an eighth of the benchmark's, which is
+what each of eight GPUs holds."""
+MLPERF_ROWS = (
+    *(40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938),
+    *(155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36),
+)
+"""Rows of DLRM-DCNv2's tables in MLPerf Training v3.0 and later."""
+MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Ids of each feature, of its synthetic multi-hot data."""
+CROSSES, RANK = 3, 512
 ZIPF = 1.12
 """The r-th most popular row of a table is drawn in proportion to r^-ZIPF."""
-LEARNING_RATE, EPSILON = 0.02, 1e-8
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class Size:
     """What a run trains: width of rows, samples of a batch, number of batches, a divisor of all tables' rows
-    for a try, and ``model.precision``, float32 or tf32."""
+    for a try, ``model.precision`` (float32, tf32 or bfloat16), and whether it is MLPerf's model."""
 
     dim: int
     batch: int
     steps: int
     smaller: int = 1
     precision: str = "float32"
+    mlperf: bool = False
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; wide layers of crosses grow without bound by the larger one."""
+        return 0.0005 if self.mlperf else 0.02
 
     @property
     def tables(self) -> dict[str, int]:
         """Rows of each feature's table."""
-        return {f"C{n}": max(3, rows // self.smaller) for n, rows in enumerate(ROWS, 1)}
+        rows = [min(CUT, own) for own in MLPERF_ROWS] if self.mlperf else ROWS
+        return {f"C{n}": max(3, own // self.smaller) for n, own in enumerate(rows, 1)}
+
+    @property
+    def hot(self) -> tuple[int, ...]:
+        """Ids of each feature in a sample."""
+        return MLPERF_HOT if self.mlperf else (1,) * len(ROWS)
+
+    @property
+    def layers(self) -> tuple[list[int], list[int]]:
+        """Outputs of the layers before the vectors meet, and after that."""
+        if self.mlperf:
+            return [512, 256, self.dim], [1024, 1024, 512, 256, 1]
+        return [512, 256, self.dim], [1024, 512, 256, 1]
+
+    @property
+    def flops(self) -> int:
+        """Operations of a sample's matrix products: two a weight forward, four backward, but for the first
+        layer, whose inputs need no gradient."""
+        bottom, top = self.layers
+        vectors = 1 + len(ROWS)
+        crossed = vectors * self.dim if self.mlperf else self.dim + vectors * (vectors - 1) // 2
+        weights = sum(a * b for layers in ([DENSE, *bottom], [crossed, *top]) for a, b in pairwise(layers))
+        within = 2 * CROSSES * crossed * RANK if self.mlperf else vectors * vectors * self.dim
+        return 6 * (weights + within) - 2 * DENSE * bottom[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a sample's rows take if none is in a cache: read forward, read and written for the
+        update, with their state."""
+        return sum(self.hot) * (4 * self.dim + 2 * self.record_bytes)
 
     @property
     def record_bytes(self) -> int:
@@ -88,13 +137,14 @@ def _shares(rows: int) -> np.ndarray:
     return shares / shares[-1]
 
 
-_made: dict[tuple[int, int, int], list[Samples]] = {}
+_made: dict[tuple[int, int, int, bool], list[Samples]] = {}
 
 
 def batches(size: Size, pinned: bool = False) -> list[Samples]:
     """The batches of a size, on a GPU machine in page-locked memory. They are made once for all widths."""
-    key = (size.batch, size.steps, size.smaller)
+    key = (size.batch, size.steps, size.smaller, size.mlperf)
     if key not in _made:
+        _made.clear()  # host memory holds those of one kind
         places = [np.random.default_rng(1).permutation(rows) for rows in size.tables.values()]
         for rows in size.tables.values():
             _shares(rows)
@@ -108,14 +158,17 @@ def _batch(size: Size, places: list[np.ndarray], number: int) -> Samples:
     """Popular rows lie scattered over their table."""
     rng = np.random.default_rng([1, number])
     ids = np.concatenate(
-        [place[np.searchsorted(_shares(len(place)), rng.random(size.batch))] for place in places]
+        [
+            place[np.searchsorted(_shares(len(place)), rng.random(size.batch * hot))]
+            for place, hot in zip(places, size.hot, strict=True)
+        ]
     )
     return Samples(
         torch.from_numpy(rng.standard_normal((size.batch, DENSE), np.float32)),
         KeyedJaggedTensor(
             list(size.tables),
             torch.from_numpy(ids.astype(np.int64)),
-            lengths=torch.ones(len(ids), dtype=torch.int64),
+            lengths=torch.tensor(size.hot).repeat_interleave(size.batch),
         ),
         torch.from_numpy((rng.random(size.batch) < 0.25).astype(np.float32)),
     )
@@ -145,9 +198,10 @@ def make_model(size: Size) -> DLRMTrain:
         for name, rows in size.tables.items()
     ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    return DLRMTrain(
-        DLRM(collection, DENSE, [512, 256, size.dim], [1024, 512, 256, 1], dense_device=torch.device("cpu"))
-    )
+    cpu = torch.device("cpu")
+    if size.mlperf:
+        return DLRMTrain(DLRM_DCN(collection, DENSE, *size.layers, CROSSES, RANK, dense_device=cpu))
+    return DLRMTrain(DLRM(collection, DENSE, *size.layers, dense_device=cpu))
 
 
 def tbes(modules: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
