@@ -168,8 +168,7 @@ class ShardedScorer(Scorer):
         self.calls.counts.hot_bags += (count := int(hot.sum()))
         some = None if count == every.bags else hot.nonzero()[0]
         if count:
-            would_be = asked_of_shards(own, every.chosen(hot), some)
-            needless.update(shard for shard, one in would_be if one.wanted.bags)
+            needless.update(shard for shard, _, _ in column.parts)
             here = every._replace(ids=places).chosen(hot)
             yield len(self.models) + 1, Asked(Wanted(column.number, *here), column.own, own, some)
         if not count:

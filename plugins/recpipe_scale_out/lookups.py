@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Part = tuple[int, int, int]
@@ -40,12 +40,21 @@ def table_lookups(manifest: Mapping[str, Any]) -> list[TableLookup]:
 def runs(lookups: Sequence[TableLookup], bags: Sequence[int]) -> Iterator[slice]:
     """The lookups of a request that are one matrix in its answer: those of one pooling that follow each other
     with as many ``bags``. Where rows are not pooled, each lookup is one."""
+    return _alike(len(lookups), lambda a, b: bags[a] == bags[b] and _together(lookups[a], lookups[b]))
+
+
+def together(lookups: Sequence[TableLookup]) -> Iterator[slice]:
+    """The lookups of a request that one operator computes: those of one pooling that follow each other."""
+    return _alike(len(lookups), lambda a, b: _together(lookups[a], lookups[b]))
+
+
+def _alike(count: int, alike: Callable[[int, int], bool]) -> Iterator[slice]:
+    """So many things in slices of those that follow each other and are like the first one of these."""
     begin = 0
-    for at in range(1, len(lookups) + 1):
-        if at < len(lookups) and bags[at] == bags[begin] and _together(lookups[begin], lookups[at]):
-            continue
-        yield slice(begin, at)
-        begin = at
+    for at in range(1, count + 1):
+        if at == count or not alike(begin, at):
+            yield slice(begin, at)
+            begin = at
 
 
 def _together(one: TableLookup, other: TableLookup) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from recpipe_serve.row_server import LooksUp
 
 from recpipe.answers.score import Lookup, PackageError, Tables, numbers, offsets_of, tensors
 from recpipe.errors import UserError
-from recpipe_scale_out.lookups import TableLookup, runs
+from recpipe_scale_out.lookups import TableLookup, runs, together
 from recpipe_scale_out.sealed import read_shard
 from recpipe_scale_out.wire import TYPES, Array, Question, sent
 
@@ -70,27 +71,32 @@ class Rows:
     def pooled(self, asked: Question, kind: str = "FP32") -> Array:
         """What these lookups find, run by run, [V] of this ``kind`` (see ``wire``); ``Refused`` for lookups
         and ids that are not here."""
-        own = self._known(asked)
-        ends, bag_ends, calls, dims = asked.ends.tolist(), asked.bag_ends.tolist(), [], []
+        own, bags = self._known(asked), asked.bags.tolist()
+        ends, bag_ends, found = asked.ends.tolist(), asked.bag_ends.tolist(), list[Array]()
+        calls: list[LookupCall] = []
+        pooled = [lookup.pooling != "none" for lookup in own]
+        # Of rows that are not pooled there are as many as ids.
+        groups = [g for g in together(own) if (max(bags[g]) if pooled[g.start] else np.diff(ends)[g.start])]
         with torch.inference_mode():
             ids = torch.from_numpy(asked.ids)
             weights = None if asked.weights is None else torch.from_numpy(asked.weights)
-            for run in runs(own, asked.bags.tolist()):
-                low, high = ends[run.start], ends[run.stop]
-                first, last = bag_ends[run.start], bag_ends[run.stop]
-                if low == high if own[run.start].pooling == "none" else first == last:
-                    continue
-                if asked.lengths is None:
-                    offsets = numbers(last - first + 1)
-                else:
-                    offsets = offsets_of(torch.from_numpy(asked.lengths[first:last]))
-                given = weights[low:high] if weights is not None and own[run.start].weighted else None
-                operator, bags = self._operator(tuple(own[run])), (last - first) // (run.stop - run.start)
-                calls.append(LookupCall(operator, ids[low:high], offsets, bags, None, given))
-                dims.append([self.content["tables"][lookup.table]["dimension"] for lookup in own[run]])
-            found = self.kept.pooled(calls)
-        parts = [sent(each.numpy(), wide, kind) for each, wide in zip(found, dims, strict=True)]
-        return np.concatenate(parts) if parts else np.empty(0, TYPES[kind])
+            for group in groups:
+                low, high = ends[group.start], ends[group.stop]
+                first, last = bag_ends[group.start], bag_ends[group.stop]
+                lengths = None if asked.lengths is None else asked.lengths[first:last]
+                given = weights[low:high] if weights is not None and own[group.start].weighted else None
+                offsets = _offsets(asked.bags[group], lengths)
+                operator, most = self._operator(tuple(own[group])), max(bags[group])
+                calls.append(LookupCall(operator, ids[low:high], offsets, most, None, given))
+            values = self.kept.pooled(calls)
+        for group, matrix in zip(groups, values, strict=True):
+            dims = [self.content["tables"][lookup.table]["dimension"] for lookup in own[group]]
+            columns = [0, *accumulate(dims)]
+            for run in runs(own[group], bags[group]):
+                rows = bags[group][run.start] if pooled[group.start] else len(matrix)
+                of_run = matrix.numpy()[:rows, columns[run.start] : columns[run.stop]]
+                found.append(sent(of_run, dims[run], kind))
+        return np.concatenate(found) if found else np.empty(0, TYPES[kind])
 
     def _known(self, asked: Question) -> list[TableLookup]:
         """The lookups, all of whose rows are here."""
@@ -122,6 +128,18 @@ class Rows:
             "parts": [(name, lookup.table) for name, lookup in zip(names, lookups, strict=True)],
         }
         return self.kept.lookup(about, names)
+
+
+def _offsets(bags: Array, lengths: Array | None) -> torch.Tensor:
+    """Where each bag begins, and where the last one ends, int64, as if each lookup had as many bags as the
+    one with the most of these ``bags`` int64 [L]: one operator takes all, and the others' last bags are
+    empty."""
+    most = int(bags.max())
+    if (bags == most).all():
+        return numbers(len(bags) * most + 1) if lengths is None else offsets_of(torch.from_numpy(lengths))
+    every = np.zeros((len(bags), most), np.int64)
+    every[np.arange(most) < bags[:, None]] = 1 if lengths is None else lengths
+    return offsets_of(torch.from_numpy(every.reshape(-1)))
 
 
 class HotRows(Rows):
