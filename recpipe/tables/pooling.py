@@ -11,6 +11,8 @@ from recpipe.common.vectors import LANES, add, fma, load, number, splat, spread,
 
 AHEAD = 48
 """So many ids before a row is added the processor is asked for it."""
+SAMPLES_AHEAD = 16
+"""So many samples before a sum is written it is asked for its place, which a write has to fetch as well."""
 SAMPLES = 2048
 """Samples of which all features are looked up before others': what is written of them stays in a cache."""
 
@@ -45,6 +47,8 @@ def pool_rows(
             for sample in range(start, end):
                 begin, stop = offsets[bag + sample], offsets[bag + sample + 1]
                 at = sample * width + feature * dim
+                for d in range(0, dim, LANES):
+                    prefetch(out, at + SAMPLES_AHEAD * width + d)
                 while fetched < min(stop + AHEAD, rest):
                     for d in range(0, dim, LANES):
                         prefetch(weights, base + indices[fetched] * dim + d)
