@@ -42,6 +42,7 @@ from recpipe_serve.store.filled import FeatureStore
 from recpipe_serve.store.sources import ParquetSource
 from recpipe_serve.tests.listening import listening
 from recpipe_serve.tests.test_serving import ask
+from recpipe_serve.tests.test_store import Held
 
 CITIES = ["Zürich", "Köln", "", "New York, NY", "007"]
 FEATURES: list[dict[str, Any]] = [
@@ -415,6 +416,17 @@ def test_what_rows_leave_out_comes_from_the_store(trained: Trained, tmp_path: Pa
     assert scores[3] != scores[0], "what the request says counts, also that it is missing"
     assert [own.get("parameters") for own in told] == [None, None, {"features_lacking": 1}, None]
     assert "recpipe_store_cached 2.0" in metrics
+    wrong = Server(score, manifest, "m", ServeConfig(), preparation=preparation)
+    wrong.fill_from(FeatureStore(Held(**{str(row["user"]): {"age": "old"}}), "user", 5.0, 60.0, 10))
+    with listening(wrong) as (port, _):
+        asked = [json.dumps({"rows": [own]}).encode() for own in (lacking, lacking | {"age": "old"})]
+        answers = [ask(port, "POST", "/v2/models/m/infer", own) for own in asked]
+        metrics = ask(port, "GET", "/metrics")[1].decode()
+    filled, refused = (json.loads(said) for _, said in answers)
+    assert [status for status, _ in answers] == [200, 400], "the request's own fault, and not the store's"
+    assert (filled["outputs"][0]["data"], filled["parameters"]) == (scores[3], {"features_lacking": 1})
+    assert "age" in refused["error"]
+    assert "recpipe_store_refused 1.0" in metrics
 
 
 @pytest.mark.soak
