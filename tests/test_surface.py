@@ -55,7 +55,7 @@ KINDS = {
     "EpochOrder": ["batches", "is_datas_own"],
     "Plugin": ["contribute"],
     "ModelQuantizer": ["quantize"],
-    "RowServer": ["alone", "close", "counted", "followed", "scorer"],
+    "RowServer": ["alone", "close", "counted", "followed", "scorer", "trace"],
     "AnswerServer": [
         *("begin", "changed", "close", "completed", "counted", "find", "keep", "lacking", "learning"),
         *("learnt", "told"),

@@ -43,10 +43,8 @@ def serve_command(words: Sequence[str]) -> int:
         require_grpc("shards=")
     if config.grpc_port is not None:
         require_grpc("grpc_port=")
-    if config.traces and (find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None):
-        raise UserError(
-            "traces=true needs opentelemetry-sdk, not installed here: pip install 'recpipe[serve,otel]'"
-        )
+    if config.traces:
+        require_traces()
     prepare_process()
     from recpipe_serve.repository.layout import is_repository  # torch comes with it
 
@@ -78,6 +76,14 @@ def require_grpc(what: str) -> None:
     if lacking:
         raise UserError(
             f"{what} needs {', '.join(lacking)}, not installed here: pip install 'recpipe[serve,grpc]'"
+        )
+
+
+def require_traces() -> None:
+    """``UserError`` unless what makes spans is installed."""
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
+        raise UserError(
+            "traces=true needs opentelemetry-sdk, not installed here: pip install 'recpipe[serve,otel]'"
         )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from recpipe.answers.score import Call, Lookup, Scorer
+    from recpipe_serve.access.spans import Spans
     from recpipe_serve.fresh.versions import Versions
 
 
@@ -51,6 +52,9 @@ class RowServer(ABC):
             f"follow= and {type(self).__name__}, which keeps rows of one version: they would be mixed; leave "
             "one of the two out"
         )
+
+    def trace(self, spans: Spans) -> None:  # noqa: B027  who calls nobody has nothing to tell
+        """Tell the calls of other processes as ``spans`` of the requests that they are for."""
 
     def alone(self, directory: Path, tables: dict[str, Any]) -> LooksUp:
         """What looks up ``tables`` of a manifest, whose files are in ``directory``, with the bits of all rows

@@ -37,6 +37,7 @@ from recpipe_serve.store.filled import FeatureStore
 from recpipe_serve.store.sources import opened
 
 if TYPE_CHECKING:
+    from recpipe_serve.access.spans import Spans
     from recpipe_serve.candidates import Candidates
 
 log = logging.getLogger("recpipe")
@@ -179,8 +180,8 @@ class ServedPackage:
             self.follower = Follower(*own, ReaderProcess)
             self.follower.stays = at is not None
             self.server.follow(self.follower)
-        if rows is not None and not self.several:
-            self.server.metrics.show(rows.counted)
+        if rows is not None:
+            self.server.metrics.show(rows.counted, totals=True)
         if config.store is not None:
             self.server.fill_from(self._store(config.store))
         self._following: asyncio.Task[None] | None = None
@@ -201,6 +202,12 @@ class ServedPackage:
         source = opened(place, config.store_key, config.store_prefix)
         seconds = config.store_ms / 1e3, config.store_seconds
         return FeatureStore(source, config.store_key, *seconds, config.store_kept)
+
+    def trace(self, spans: Spans) -> None:
+        """Have requests, and what is called for them, be spans of ``spans``."""
+        self.server.trace(spans)
+        if self.rows is not None:
+            self.rows.trace(spans)
 
     @property
     def metrics(self) -> DoorMetrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 """Of W3C Trace Context: version, trace, parent span, flags."""
@@ -31,6 +31,8 @@ class Record(NamedTuple):
     """The client's."""
     traceparent: str | None
     """The header of W3C Trace Context, as it came."""
+    span: Any = None
+    """The request's span of OpenTelemetry (``Spans.begin``), if it was begun when the request came."""
 
     @property
     def trace(self) -> str | None:

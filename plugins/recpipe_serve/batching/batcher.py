@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -71,6 +72,8 @@ class Batcher:
     (``tell``)."""
     answers: AnswerServer | None = None
     """What requests are put to before the model."""
+    within: Callable[[Sequence[Asked]], AbstractContextManager[None]] | None = None
+    """In which requests are scored (``Spans.within``)."""
     queue: deque[Asked] = field(default_factory=deque)
     """Requests that wait."""
     alive: bool = False
@@ -128,7 +131,8 @@ class Batcher:
                 return
             part = None if ticket is None else self.answers.lacking(asked, ticket)
             if part is not None:
-                part.whole, asked = asked, part
+                part.whole, part.span = asked, asked.span
+                asked = part
             asked.ticket = ticket
         now = monotonic()
         patience = self.config.deadline_ms / 1e3
@@ -207,7 +211,7 @@ class Batcher:
                 continue
             # Another object: what was put together of the one before is not this.
             anew.done, anew.since, anew.until, anew.alone = one.done, one.since, one.until, one.alone
-            anew.taught, anew.level = one.taught, one.level
+            anew.taught, anew.level, anew.span = one.taught, one.level, one.span
             self.queue[self.queue.index(one)] = anew
 
     def _wake(self) -> None:
@@ -338,7 +342,8 @@ class Batcher:
         found, self._next = self._put_together(asked), None
         began = perf_counter()
         between = (self._read_ahead,) if ahead and self._ahead is not None else ()
-        scores = score(found.dense, found.sides, *between).numpy()
+        with nullcontext() if self.within is None else self.within(asked):
+            scores = score(found.dense, found.sides, *between).numpy()
         lacking = getattr(score, "lacking", "")
         if lacking:
             for one in asked:

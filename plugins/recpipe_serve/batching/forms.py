@@ -99,6 +99,8 @@ class Asked:
     """Its priority: those of lower numbers are scored first."""
     ticket: Any = field(default=None, repr=False)
     """By which what stands in front of the model knows it again (``AnswerServer``)."""
+    span: Any = field(default=None, repr=False)
+    """Of OpenTelemetry (``Spans.begin``); None: it is not traced."""
     lacking: str = ""
     """What other rows stood for those of, in its scores; mostly nothing."""
     whole: Asked | None = field(default=None, repr=False)

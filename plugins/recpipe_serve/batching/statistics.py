@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterable
@@ -139,12 +138,6 @@ class SharedStatistics:
         beside = file.with_suffix(".new")  # nobody reads half of it
         beside.write_text(json.dumps(vars(own)))
         beside.replace(file)
-
-    async def keep_sharing(self) -> None:
-        """Do so again and again."""
-        while self.folder is not None:
-            await asyncio.sleep(SHARED)
-            self.share()
 
     def all(self) -> Statistics:
         """Of all processes; the others' are some tenths of a second old."""

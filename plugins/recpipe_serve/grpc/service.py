@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter, time_ns
 from typing import Any
 
@@ -54,13 +54,18 @@ class _Answer:
 
 
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """The service over ``models``; ``observers`` are told of each request for outputs. ``traces``: whether
-    spans of them are exported."""
+    """The service over ``models``; ``observers`` are told of each request for outputs. ``begin``: begins the
+    span of one (``Spans.begin``); None: those who observe it do so afterwards. ``traces``: whether spans are
+    exported."""
 
     def __init__(
-        self, models: ServedModels[Any], observers: Sequence[Observer] = (), traces: bool = False
+        self,
+        models: ServedModels[Any],
+        observers: Sequence[Observer] = (),
+        traces: bool = False,
+        begin: Callable[[str | None, float], Any] | None = None,
     ) -> None:
-        self.models, self.observers, self.traces = models, observers, traces
+        self.models, self.observers, self.traces, self.begin = models, observers, traces, begin
 
     async def _abort(self, context: Any, refused: Refused) -> None:
         await context.abort(CODES.get(refused.status, grpc.StatusCode.INTERNAL), str(refused))
@@ -151,6 +156,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
         """The response to a request for outputs that came by this ``call``, or why there is none."""
         began = perf_counter()
         response: Any = None
+        span: Any = None
         refused: Refused | None = None
         try:
             model = self.models.chosen(request.model_name, request.model_version)
@@ -158,27 +164,35 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
             refused = fault
             self.models.count_unknown(refused, perf_counter() - began)
         else:
+            span = None if self.begin is None else self.begin(_traceparent(context), began)
             try:
-                outputs = await model.answer(read_request(request, context.time_remaining()))
+                asked = read_request(request, context.time_remaining())
+                outputs = await model.answer(asked if span is None else replace(asked, span=span))
                 response = write_response(model.name, model.version, request.id, outputs)
             except Exception as fault:
                 refused = model.refused(fault)
             model.count(200 if refused is None else refused.status, perf_counter() - began)
         status = 200 if refused is None else refused.status
-        self._observe(request, response, call, status, perf_counter() - began, context)
+        self._observe(request, response, call, status, perf_counter() - began, context, span)
         return response, refused
 
     def _observe(
-        self, request: Any, response: Any, call: str, status: int, seconds: float, context: Any
+        self,
+        request: Any,
+        response: Any,
+        call: str,
+        status: int,
+        seconds: float,
+        context: Any,
+        span: Any = None,
     ) -> None:
         if not self.observers:
             return
         sent = 0 if response is None else response.ByteSize()
-        trace = dict(context.invocation_metadata() or ()).get("traceparent")
         host = context.peer().partition(":")[2].rpartition(":")[0]  # ipv4:HOST:PORT
-        own = ("grpc", "POST", call, status, time_ns(), seconds, request.ByteSize(), sent, host, trace)
+        own = ("grpc", "POST", call, status, time_ns(), seconds, request.ByteSize(), sent, host)
         for observer in self.observers:
-            observer(Record(*own))
+            observer(Record(*own, _traceparent(context), span))
 
     async def TraceSetting(self, request: Any, context: Any) -> Any:
         """Which requests are traced, of a model as of all; it is not changed from afar."""
@@ -255,3 +269,9 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]
         except Refused as refused:
             await self._abort(context, refused)
         return messages.RepositoryModelUnloadResponse()
+
+
+def _traceparent(context: Any) -> str | None:
+    """The header of W3C Trace Context of a call, as it came."""
+    found: str | None = dict(context.invocation_metadata() or ()).get("traceparent")
+    return found

@@ -23,7 +23,7 @@ from recpipe_serve.answer_server import AnswerServer
 from recpipe_serve.batching.batcher import Batcher, Score
 from recpipe_serve.batching.forms import Array, Asked
 from recpipe_serve.batching.scorer import Side
-from recpipe_serve.batching.statistics import SharedStatistics
+from recpipe_serve.batching.statistics import SHARED, SharedStatistics
 from recpipe_serve.config import ServeConfig
 from recpipe_serve.errors import Refused, WrongIds, bad
 from recpipe_serve.fresh.follower import Follower
@@ -40,6 +40,7 @@ from recpipe_serve.monitor.monitor import Monitor
 from recpipe_serve.monitor.windows import REFUSED
 
 if TYPE_CHECKING:
+    from recpipe_serve.access.spans import Spans
     from recpipe_serve.candidates import Candidates
     from recpipe_serve.http.learning import Learner, Learning
     from recpipe_serve.store.filled import FeatureStore
@@ -114,11 +115,16 @@ class Server(HttpModel):
         """Takes a body of labels: its own, and where there are other versions those of their requests."""
         self.routes: Callable[[], Mapping[str, Any]] | None = None
         """Tells where requests for the model go, if it has several versions."""
+        self._spans: Spans | None = None
 
     def _watch(self, sides: Sequence[Side], scores: Array) -> None:
-        """What was scored lately, for the monitor, and what plugins have counted by then."""
+        """What was scored lately, for the monitor."""
         self.monitor.saw(sides, scores)
-        self.metrics.write()
+
+    def trace(self, spans: Spans) -> None:
+        """Begin a span of ``spans`` for each request before it is scored, in which what that calls is."""
+        self._spans = spans
+        self.batcher.within = spans.within
 
     def use(
         self,
@@ -193,7 +199,14 @@ class Server(HttpModel):
     def start(self) -> None:
         """Score requests from now on, in the running event loop."""
         self.batcher.start()
-        self._sharing = asyncio.get_running_loop().create_task(self.counted.keep_sharing())
+        self._sharing = asyncio.get_running_loop().create_task(self._keep_sharing())
+
+    async def _keep_sharing(self) -> None:
+        """Let the other workers see what is counted here, again and again."""
+        while self.metrics.several:
+            await asyncio.sleep(SHARED)
+            self.counted.share()
+            self.metrics.write()
 
     async def close(self) -> None:
         """Answer what it has, and then nothing."""
@@ -237,6 +250,7 @@ class Server(HttpModel):
             inputs, told = await self._encoded(request)
         else:
             inputs = self.features.asked(request.inputs)
+        inputs.span = request.span
         scores = await self.scores(inputs, request.timeout, request.priority)
         return Outputs(self._found(request, names, inputs, scores), told | self.said(inputs))
 
@@ -283,6 +297,8 @@ class Server(HttpModel):
         return filled.inputs, {LACKING: filled.lacking} if filled.lacking else {}
 
     def _put(self, request: IncomingRequest, asked: InferenceRequest, inputs: Asked) -> None:
+        if self._spans is not None:
+            inputs.span = request.span = self._spans.begin(request.traceparent, request.began)
         done = partial(self._answer, request, asked, self._names(asked), inputs)
         self.batcher.put(inputs, done, asked.timeout, asked.priority)
 

@@ -61,6 +61,8 @@ class IncomingRequest:
     whole: bool = False
     fault: Refused | None = None
     """Why it is not scored."""
+    span: Any = None
+    """Of OpenTelemetry (``Spans.begin``), once it is scored, if it is traced."""
     turn: bool = False
     """Whether those before it on the connection are answered."""
     begun: bool = False
@@ -79,6 +81,12 @@ class IncomingRequest:
         if self.turn and not self.begun and (self.whole or self.fault is not None):
             self.begun = True
             self.infer(self)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The header of W3C Trace Context, as it came."""
+        found = self.headers.get(TRACEPARENT)
+        return None if found is None else found.decode("latin-1")
 
     def whole_body(self, most: int) -> bytes:
         """The body as it was before it was compressed, at most ``most`` bytes; ``Refused`` if it is
@@ -344,7 +352,6 @@ class Connection(HttpToolsProtocol):
 
     def _observe(self, request: IncomingRequest, answer: Answer) -> None:
         """Tell those who observe requests."""
-        trace = request.headers.get(TRACEPARENT)
         record = Record(
             "http",
             "POST",
@@ -355,7 +362,8 @@ class Connection(HttpToolsProtocol):
             request.size,
             len(answer[1]),
             self.address,
-            None if trace is None else trace.decode("latin-1"),
+            request.traceparent,
+            request.span,
         )
         for observer in self.acceptor.observers:
             observer(record)

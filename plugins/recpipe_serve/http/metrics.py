@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -141,11 +141,13 @@ class Metrics(DoorMetrics):
                 if waiting is not None:
                     self.queue.set(waiting)
 
-    def show(self, counted: Callable[[], Mapping[str, float]]) -> None:
-        """Show what a plugin has counted, too; of several processes each one's own, under its ``pid``."""
+    def show(self, counted: Callable[[], Mapping[str, float]], totals: bool = False) -> None:
+        """Show what a plugin has counted, too; of several processes each one's own, under its ``pid``, or, of
+        ``totals``, their sum, those of processes that have died among them."""
         told = "Counted by a plugin of the server"
+        mode: Literal["sum", "liveall"] = "sum" if totals else "liveall"
         gauges = {
-            name: self._one(Gauge, f"recpipe_{name}", told, multiprocess_mode="liveall") for name in counted()
+            name: self._one(Gauge, f"recpipe_{name}", told, multiprocess_mode=mode) for name in counted()
         }
         if self.several:  # whoever answers shows what all have written
             self._shown.append((counted, gauges))

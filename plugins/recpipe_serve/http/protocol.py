@@ -60,6 +60,8 @@ class InferenceRequest:
     """What else the client says, by name."""
     told: Mapping[str, Any] = field(default_factory=dict)
     """What its response says beside the outputs (``parameters``)."""
+    span: Any = None
+    """Of OpenTelemetry (``Spans.begin``); None: it is not traced, or came by HTTP."""
 
     @property
     def priority(self) -> int | None:

@@ -161,6 +161,35 @@ def test_a_request_is_a_span_in_its_clients_trace(monkeypatch: pytest.MonkeyPatc
     assert (first.status.is_ok, other.status.is_ok) == (True, False)
 
 
+def test_what_scores_a_request_is_within_its_span() -> None:
+    memory = pytest.importorskip(
+        "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="recpipe[otel] is not installed"
+    )
+    from opentelemetry.trace import get_current_span
+    from recpipe_serve.access.spans import Spans
+
+    exporter = memory.InMemorySpanExporter()
+    spans = Spans(exporter)
+    seen: list[Any] = []
+
+    def within(*given: Any) -> Any:
+        seen.append(get_current_span().get_span_context())
+        return score(*given)
+
+    server = Server(within, MANIFEST, "m", ServeConfig())
+    server.trace(spans)
+    with listening(server, observers=[spans.saw]) as (port, _):
+        for parent in (PARENT, PARENT[:-1] + "0"):
+            ask(port, "POST", INFER, body(DENSE, A, B), traceparent=parent)
+    spans.close()
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, f"{span.context.trace_id:032x}") == (f"POST {INFER}", TRACE)
+    assert f"{span.parent.span_id:016x}" == "00f067aa0ba902b7"
+    assert seen[0].span_id == span.context.span_id
+    assert not seen[1].trace_flags.sampled, "the second one's client does not sample its trace"
+    assert span.end_time > span.start_time
+
+
 async def levels(config: ServeConfig, *asked: tuple[int, int | None]) -> tuple[list[Any], Held]:
     """The answers of a request that is being scored, and of those ``asked`` meanwhile: ids and priorities."""
     model = Held()

@@ -94,6 +94,8 @@ class Worker:
             from recpipe_serve.access.spans import Spans as Exported
 
             self.spans = Exported()
+            if isinstance(self.served, ServedPackage):
+                self.served.trace(self.spans)
         self.observers = [own.saw for own in (self.access, self.spans) if own is not None]
         shares = Shares(config.workers, number, file)
         self.acceptor = Acceptor(config, self.served.metrics, shares, self.observers)
@@ -147,7 +149,8 @@ class Worker:
         from recpipe_serve.grpc.listener import answering, at
         from recpipe_serve.grpc.service import InferenceService
 
-        service = InferenceService(self.served.models, self.observers, config.traces)
+        begin = None if self.spans is None else self.spans.begin
+        service = InferenceService(self.served.models, self.observers, config.traces, begin)
         return answering(service, at(config.host, config.grpc_port), config.body_bytes, config.stop_seconds)
 
     def _told(self, channel: socket.socket) -> None:
