@@ -6,49 +6,27 @@ and would have to hand each over to an event loop and back.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as messages
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from recpipe.errors import UserError, shown
+from recpipe_scale_out.replica import APPLICATION, REST, Replica
 from recpipe_scale_out.versions import sequence_of
 
-log = logging.getLogger("recpipe")
-OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A shard that is started again is found within a second, not after gRPC's two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
-REST = 1.0
-"""Seconds for which a replica that failed is the last to be asked."""
-Called = tuple[int, "Replica", Any]
+if TYPE_CHECKING:
+    from recpipe_serve.access.spans import Spans
+
+AGAIN = 0.1
+"""Seconds after which a shard is asked again whether it is ready."""
+Called = tuple[int, Replica, Any]
 """A shard, which of its replicas was asked, and gRPC's future."""
-
-
-class Replica:
-    """One server of a shard."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, OPTIONS)
-        self.stub = GRPCInferenceServiceStub(self._channel)
-        self.failed = -REST
-        """When it did so last."""
-        self.asked = 0
-
-    def close(self) -> None:
-        """Ask it nothing more."""
-        self._channel.close()
 
 
 @dataclass
@@ -63,6 +41,8 @@ class Counts:
     """Those sent since another replica had not answered yet."""
     lost: int = 0
     """Questions that no replica answered."""
+    late: int = 0
+    """Those of them that were waited for until the end of the time."""
     sent_bytes: int = 0
     received_bytes: int = 0
     seconds: float = 0.0
@@ -81,8 +61,8 @@ class _Open:
 
     message: Any
     untried: list[Replica]
-    calls: list[Any] = field(default_factory=list)
-    """gRPC's futures that may still answer it."""
+    calls: dict[Any, Replica] = field(default_factory=dict)
+    """gRPC's futures that may still answer it, and who was asked."""
     why: str = ""
 
 
@@ -96,21 +76,32 @@ class ShardCalls:
     def __init__(self, addresses: Sequence[Sequence[str]], seconds: float, hedge: float | None) -> None:
         self.shards = [[Replica(address) for address in own] for own in addresses]
         self.seconds, self.hedge, self.counts = seconds, hedge, Counts()
+        self.spans: Spans | None = None
+        """Where each call is told as a span of the trace that it belongs to; None: nowhere."""
 
     def ask(self, questions: Mapping[int, Any]) -> Callable[[], dict[int, Any]]:
         """Send each shard its question, a message of the protocol. What is returned waits for the answers:
-        such messages; or, in the place of one, text that says why there is none."""
+        such messages, of the model and the version that was asked; or, in the place of one, text that says
+        why there is none."""
         until = monotonic() + self.seconds
         came: SimpleQueue[Called] = SimpleQueue()
-        waiting = {shard: _Open(message, self._order(shard)) for shard, message in questions.items()}
-        for shard, own in waiting.items():
-            self._send(shard, own, until, came)
-        return lambda: self._answers(waiting, until, came)
+        waiting: dict[int, _Open] = {}
+        answers: dict[int, Any] = {}
+        for shard, message in questions.items():
+            replicas = self._order(shard)
+            if replicas:
+                waiting[shard] = _Open(message, replicas)
+                self._send(shard, waiting[shard], until, came)
+            else:
+                given = ", ".join(own.address for own in self.shards[shard])
+                answers[shard] = f"{given} did not answer in time, and has not said since that it is ready"
+        return lambda: self._answers(waiting, until, came, answers)
 
-    def _answers(self, waiting: dict[int, _Open], until: float, came: SimpleQueue[Called]) -> dict[int, Any]:
+    def _answers(
+        self, waiting: dict[int, _Open], until: float, came: SimpleQueue[Called], answers: dict[int, Any]
+    ) -> dict[int, Any]:
         began = monotonic()
         hedge_at = None if self.hedge is None else until - self.seconds + self.hedge
-        answers: dict[int, Any] = {}
         while waiting:
             end = until if hedge_at is None else min(until, hedge_at)
             try:
@@ -122,55 +113,70 @@ class ShardCalls:
                 for shard, own in waiting.items():
                     if own.untried:
                         self.counts.hedged += 1
-                        self._send(shard, own, until, came)
+                        self._send(shard, own, until, came, hedged=True)
                 continue
             if shard not in waiting or call not in waiting[shard].calls:
                 continue  # another replica was faster
             own = waiting[shard]
-            if call.code() == grpc.StatusCode.OK:
+            why = _fault(own.message, call)
+            if why is None:
                 answers[shard] = answer = call.result()
                 self.counts.received_bytes += answer.ByteSize()
-                _cancel(waiting.pop(shard), call)
+                del waiting.pop(shard).calls[call]
+                _given_up(own)
                 continue
-            self._failed(own, replica, call)
+            self._failed(own, replica, call, why)
             if own.untried:
                 self._send(shard, own, until, came)
             elif not own.calls:
                 answers[shard] = waiting.pop(shard).why
         for shard, own in waiting.items():
-            for replica in self.shards[shard]:
-                replica.failed = monotonic()
-            _cancel(own)
+            _given_up(own)
             answers[shard] = f"no answer within {self.seconds * 1e3:g} ms"
+        self.counts.late += len(waiting)
         self.counts.lost += sum(isinstance(answer, str) for answer in answers.values())
         self.counts.seconds += monotonic() - began
         return answers
 
     def _order(self, shard: int) -> list[Replica]:
         """A shard's replicas as they are to be asked, the first one last: in turn, those that failed a moment
-        ago after the others."""
+        ago after the others, and those that are late not at all."""
         now = monotonic()
-        return sorted(self.shards[shard], key=lambda own: (now - own.failed < REST, own.asked))[::-1]
+        there = [own for own in self.shards[shard] if not own.late]
+        return sorted(there, key=lambda own: (now - own.failed < REST, own.asked))[::-1]
 
-    def _send(self, shard: int, own: _Open, until: float, came: SimpleQueue[Called]) -> None:
+    def _send(
+        self, shard: int, own: _Open, until: float, came: SimpleQueue[Called], hedged: bool = False
+    ) -> None:
         replica = own.untried.pop()
         replica.asked += 1
         self.counts.calls += 1
-        self.counts.sent_bytes += own.message.ByteSize()
+        size = own.message.ByteSize()
+        self.counts.sent_bytes += size
+        headers = [(APPLICATION, own.message.model_name)]
+        span = None
+        if self.spans is not None:
+            about = {"recpipe.shard": shard, "server.address": replica.address, "recpipe.hedged": hedged}
+            span, traced = self.spans.call(f"shard {shard}", {**about, "recpipe.sent_bytes": size})
+            headers += traced
         # Beyond the time that anybody waits: what is late is told from what failed.
-        call = replica.stub.ModelInfer.future(own.message, timeout=max(0.0, until - monotonic()) + 1.0)
-        own.calls.append(call)
+        left = max(0.0, until - monotonic()) + 1.0
+        call = replica.stub.ModelInfer.future(own.message, timeout=left, metadata=headers)
+        own.calls[call] = replica
+        if span is not None:
+            call.add_done_callback(partial(_end_span, span))
         call.add_done_callback(lambda done: came.put((shard, replica, done)))
 
-    def _failed(self, own: _Open, replica: Replica, call: Any) -> None:
-        own.calls.remove(call)
-        own.why = f"{replica.address}: {shown(call.details(), 200)}"
+    def _failed(self, own: _Open, replica: Replica, call: Any, why: str) -> None:
+        del own.calls[call]
+        own.why = f"{replica.address}: {why}"
         replica.failed = monotonic()
         self.counts.failed += 1
 
     def require(self, models: Sequence[str], version: str, seconds: float) -> None:
         """Return once a replica of each shard answers for its model of this ``version``; ``UserError`` after
-        so many ``seconds``, and at once for one that answers for others."""
+        so many ``seconds``, and at once for one that has another model. One that has another version of it
+        may be about to take this one over."""
         self._require_all(models)
         until = monotonic() + seconds
         for number, (model, replicas) in enumerate(zip(models, self.shards, strict=True)):
@@ -179,28 +185,25 @@ class ShardCalls:
     def _require(
         self, number: int, replicas: Sequence[Replica], model: str, version: str, until: float
     ) -> None:
-        asked = messages.ModelReadyRequest(name=model, version=version)
         while True:
             why = []
             for own in replicas:
                 left = max(0.05, min(1.0, until - monotonic()))
-                try:
-                    if own.stub.ModelReady(asked, timeout=left, wait_for_ready=True).ready:
-                        return
-                    why.append(f"{own.address} is not ready")
-                except grpc.RpcError as fault:
-                    if fault.code() == grpc.StatusCode.NOT_FOUND:
-                        raise UserError(
-                            f"{own.address} is not shard {number} of this cut "
-                            f"({shown(fault.details(), 200)}): give the addresses in the order of the "
-                            "shards, of the same cut"
-                        ) from fault
-                    why.append(f"{own.address}: {shown(fault.details(), 200)}")
+                code, told = own.ready(model, version, left)
+                if code is None:
+                    return
+                if code == grpc.StatusCode.NOT_FOUND and own.ready(model, "", left)[0] == code:
+                    raise UserError(
+                        f"{own.address} is not shard {number} of this cut ({told}): give the addresses in "
+                        "the order of the shards, of the same cut"
+                    )
+                why.append(f"{own.address}: {told}")
             if monotonic() >= until:
                 raise UserError(
                     f"shard {number} does not answer ({'; '.join(why)}): start it by 'recpipe serve "
                     f"{model} port=PORT'"
                 )
+            sleep(AGAIN)
 
     def _require_all(self, models: Sequence[str]) -> None:
         if len(models) != len(self.shards):
@@ -228,7 +231,9 @@ class ShardCalls:
                 left = max(0.05, min(1.0, until - monotonic()))
                 asked = messages.RepositoryIndexRequest(ready=True)
                 try:
-                    told = own.stub.RepositoryIndex(asked, timeout=left, wait_for_ready=True).models
+                    told = own.stub.RepositoryIndex(
+                        asked, timeout=left, wait_for_ready=True, metadata=((APPLICATION, model),)
+                    ).models
                 except grpc.RpcError as fault:
                     why.append(f"{own.address}: {shown(fault.details(), 200)}")
                     continue
@@ -257,11 +262,30 @@ class ShardCalls:
                 own.close()
 
 
-def _cancel(own: _Open, but: Any = None) -> None:
-    """Nobody waits for its other calls."""
-    for call in own.calls:
-        if call is not but:
-            call.cancel()
+def _fault(asked: Any, call: Any) -> str | None:
+    """Why an ended call has no answer to the question ``asked``; None: it has one."""
+    if call.code() != grpc.StatusCode.OK:
+        return shown(call.details(), 200)
+    answer = call.result()
+    wanted, found = ((own.model_name, own.model_version) for own in (asked, answer))
+    if wanted != found:
+        return f"it answered for {shown(' '.join(found))}, and was asked for {' '.join(wanted)}"
+    return None
+
+
+def _given_up(own: _Open) -> None:
+    """Nobody waits any more for those that were asked and have not answered."""
+    for call, replica in own.calls.items():
+        replica.was_late(own.message.model_name)
+        call.cancel()
+
+
+def _end_span(span: Any, call: Any) -> None:
+    """A call has ended that ``span`` is of."""
+    span.set_attribute("rpc.grpc.status_code", call.code().value[0])
+    if call.code() == grpc.StatusCode.OK:
+        span.set_attribute("recpipe.received_bytes", call.result().ByteSize())
+    span.end()
 
 
 def addresses(word: str) -> list[list[str]]:

@@ -59,6 +59,13 @@ class ShardConfig:
     """Most bytes of a request."""
     trust: FilePath | None = None
     """A public Ed25519 key, as a PEM file: shards are refused unless its owner has signed them."""
+    also: FilePath | None = None
+    """The same shard of the cut before, which is answered for, too, until all main servers have changed over;
+    None: none is."""
+    metrics_port: Annotated[int, Interval(ge=0, le=65535)] | None = None
+    """Where ``/metrics`` is answered over HTTP; 0: any free one. None: nowhere."""
+    traces: bool = False
+    """Whether each lookup is exported as a span of OpenTelemetry, in its main server's trace."""
     follow: FilePath | None = None
     """A directory of deltas, whose rows are taken as they come; None: none are."""
     poll_seconds: Annotated[float, Interval(ge=0.01, le=3600)] = 0.5

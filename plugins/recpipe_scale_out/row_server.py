@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recpipe_serve import RowServer
 from recpipe_serve.config import ServeConfig
@@ -15,6 +16,9 @@ from recpipe.errors import UserError
 from recpipe_scale_out.calls import ShardCalls, addresses
 from recpipe_scale_out.dense import ShardedScorer
 from recpipe_scale_out.following import FollowingScorer, ShardedVersions
+
+if TYPE_CHECKING:
+    from recpipe_serve.access.spans import Spans
 
 log = logging.getLogger("recpipe")
 
@@ -61,6 +65,10 @@ class ShardedRows(RowServer):
         except Refused as fault:
             raise UserError(f"{package}: {fault}") from fault
         return made
+
+    def trace(self, spans: Spans) -> None:
+        """See ``RowServer``."""
+        self.calls.spans = spans
 
     def counted(self) -> Mapping[str, float]:
         """Calls, failures and bytes since the start."""

@@ -2,7 +2,8 @@
 
 A shard is a model of the open inference protocol, whose version is that of its cut. At SIGHUP the directory
 is read anew; the version before is still answered, since main servers ask for the one that they were started
-with, until they have changed over, too.
+with, until they have changed over, too. One that is started with another version answers for the one before
+where ``also=`` names it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from recpipe_serve import RowServer
+from recpipe_serve.access.record import Observer
+from recpipe_serve.command import require_traces
 from recpipe_serve.errors import Refused, bad
 from recpipe_serve.grpc.listener import answering, at, reserved_port
 from recpipe_serve.grpc.service import InferenceService
@@ -33,7 +36,8 @@ from recpipe.tasks.process import prepare_process
 from recpipe_scale_out.config import ShardConfig, of_words
 from recpipe_scale_out.fresh import KEPT as VERSIONS
 from recpipe_scale_out.fresh import FreshRows, ShardFollower
-from recpipe_scale_out.rows import InMemory, Rows
+from recpipe_scale_out.metrics import figures_at
+from recpipe_scale_out.rows import Rows
 from recpipe_scale_out.wire import INPUTS, OUTPUT_TYPE, POOLED, TYPES, Question
 
 log = logging.getLogger("recpipe")
@@ -153,10 +157,27 @@ class ShardModels(ServedModels[ShardModel]):
         self.kept[-1].count(refused.status, seconds)
 
 
+def loaded(directory: Path, also: Path | None, trust: Path | None) -> ShardModels:
+    """The shard in ``directory``, and that of the cut before in ``also``. ``UserError`` if one of them cannot
+    be used, or if they are not the same shard."""
+    newest = ShardModel(Rows(directory, trust))
+    if also is None:
+        return ShardModels(newest)
+    models = ShardModels(ShardModel(Rows(also, trust)))
+    if (name := models.kept[0].name) != newest.name:
+        raise UserError(
+            f"also={also} is {name}, and {directory} is {newest.name}: name the same shard of the cut before"
+        )
+    models.take(newest)
+    return models
+
+
 def serve_shard(directory: Path, words: Sequence[str]) -> int:
     """``recpipe serve SHARD key=value ...``; returns after SIGTERM or Ctrl-C."""
     mine, others = of_plugins(words)
     config = of_words(ShardConfig, others, "serve")
+    if config.traces:
+        require_traces()
     prepare_process()
     (keeper,) = the_plugins(mine, (RowServer,), "serve", "sdm") if mine else (None,)
     torch.set_num_threads(config.threads)
@@ -170,11 +191,15 @@ def serve_shard(directory: Path, words: Sequence[str]) -> int:
 
 async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None = None) -> None:
     trust = None if config.trust is None else Path(config.trust)
+    one = "a plugin keeps rows of one version" if keeper is not None else "it follows deltas"
     if config.follow is not None and keeper is not None:
         raise UserError("follow= and a plugin that keeps rows of one version: leave one of the two out")
-    if config.follow is None:
-        first = Rows(directory, trust, InMemory if keeper is None else keeper.alone)
-        models = ShardModels(ShardModel(first))
+    if config.also is not None and (keeper is not None or config.follow is not None):
+        raise UserError(f"also= is another version, and {one}: leave one of the two out")
+    if keeper is not None:
+        models = ShardModels(ShardModel(Rows(directory, trust, keeper.alone)))
+    elif config.follow is None:
+        models = loaded(directory, None if config.also is None else Path(config.also).expanduser(), trust)
     else:
         if not (folder := Path(config.follow).expanduser()).is_dir():
             raise UserError(
@@ -190,8 +215,7 @@ async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None 
     async def anew() -> None:
         try:
             if keeper is not None or config.follow is not None:
-                what = "a plugin keeps rows of one version" if keeper is not None else "it follows deltas"
-                raise UserError(f"{directory} cannot be loaded anew, since {what}: start the shard again")
+                raise UserError(f"{directory} cannot be loaded anew, since {one}: start the shard again")
             models.take(ShardModel(await asyncio.to_thread(Rows, directory, trust)))
         except UserError as fault:
             log.warning("%s; the rows before are still served", fault)
@@ -205,14 +229,26 @@ async def _serve(directory: Path, config: ShardConfig, keeper: RowServer | None 
     for stop in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(stop, stopped.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    with reserved_port(config.host, config.port) as reserved:
-        service = InferenceService(models)
+    with ExitStack() as open_:
+        reserved = open_.enter_context(reserved_port(config.host, config.port))
+        told, observers = "", list[Observer]()
+        if config.metrics_port is not None:
+            port = open_.enter_context(figures_at(config.host, config.metrics_port, models))
+            told = f"; figures at http://{at(config.host, port)}/metrics"
+        if config.traces:
+            from recpipe_serve.access.spans import Spans
+
+            spans = Spans(service=f"recpipe {models.kept[-1].name}")
+            open_.callback(spans.close)
+            observers.append(spans.saw)
+        service = InferenceService(models, observers)
         address = at(config.host, reserved.getsockname()[1])
         async with answering(service, address, config.message_bytes, config.stop_seconds):
             own = models.kept[-1].rows.content
             log.info(
-                "serving shard %d of %d at %s; version %s, %d tables",
-                *(own["shard"], own["shards"], address, own["version"], len(own["tables"])),
+                "serving shard %d of %d at %s; version %s, %d tables%s",
+                *(own["shard"], own["shards"], address),
+                *(" and ".join(kept.version for kept in reversed(models.kept)), len(own["tables"]), told),
             )
             if config.follow is not None:
                 tasks.add(loop.create_task(follower.run(config.poll_seconds)))

@@ -18,6 +18,7 @@ from recpipe_scale_out.fresh import KEPT as VERSIONS
 from recpipe_scale_out.lookups import Parts
 from recpipe_scale_out.rows import Rows
 from recpipe_scale_out.serving import ShardModel, ShardModels
+from recpipe_serve.access.record import Observer
 from recpipe_serve.grpc.listener import answering, at, reserved_port
 from recpipe_serve.grpc.service import InferenceService
 
@@ -43,7 +44,10 @@ class Late(ShardModel):
 
 @contextmanager
 def shards(
-    *folders: Path, late: Sequence[float] = (), rows: type[Rows] = Rows
+    *folders: Path,
+    late: Sequence[float] = (),
+    observers: Sequence[Observer] = (),
+    rows: type[Rows] = Rows,
 ) -> Iterator[tuple[list[str], list[Late]]]:
     """In the block the shards in ``folders`` answer, each after so many seconds as ``late`` says: their
     addresses, and their models."""
@@ -58,7 +62,7 @@ def shards(
         stop = asyncio.Event()
 
         async def answer(model: Late, port: int, started: asyncio.Semaphore) -> None:
-            service = InferenceService(model.served)
+            service = InferenceService(model.served, observers)
             async with answering(service, at(HOST, port), 1 << 24, stop_seconds=0):
                 started.release()
                 await stop.wait()
@@ -98,10 +102,10 @@ ROWS = {"t": 40, "u": 30, "v": 50, "p": 40, "r": 25}
 OF_FEATURE = {"a": 40, "b": 30, "c": 40, "d": 50, "s": 25}
 
 
-def made_up(folder: Path) -> dict[str, Any]:
+def made_up(folder: Path, step: int = 7) -> dict[str, Any]:
     """Write tables of several types, one of them pruned, and a manifest with lookups of every kind; returns
-    it. The package is not whole: it has no programs."""
-    torch.manual_seed(3)
+    it. The package is not whole: it has no programs. Those of two steps have other rows."""
+    torch.manual_seed(step)
     (folder / "tables").mkdir(parents=True)
     kept = torch.arange(40) % 3 != 1
     rows = {
@@ -122,7 +126,7 @@ def made_up(folder: Path) -> dict[str, Any]:
         kind, dim = kinds[name]
         tables[name] = {"rows": ROWS[name], "dimension": dim, "type": kind, "file": file}
     content = {
-        "step": 7,
+        "step": step,
         "dense": {"names": ["x"]},
         "sparse": [{"name": name, "rows": count} for name, count in OF_FEATURE.items()],
         "lookups": LOOKUPS,

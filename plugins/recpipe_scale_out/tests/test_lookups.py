@@ -287,7 +287,7 @@ def test_other_shards_and_none_are_refused_at_the_start(whole: list[Path], in_ha
     with shards(whole[1], whole[2], in_halves[1]) as (own, _):
         for given, seconds, why in (
             ([own[1], own[0]], 30.0, "is not shard 0 of this cut"),
-            ([own[2], own[1]], 30.0, "is not shard 0 of this cut"),
+            ([own[2], own[1]], 0.3, "shard 0 does not answer"),
             ([own[0]], 30.0, "addresses of 1 shards, and the package was cut into 2"),
             ([own[0], "127.0.0.1:1"], 2.0, "shard 1 does not answer"),
         ):

@@ -11,6 +11,7 @@ import grpc
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from recpipe.errors import UserError, shown
+from recpipe_serve.grpc.health import health
 from recpipe_serve.grpc.service import InferenceService
 
 
@@ -44,15 +45,19 @@ async def answering(
     service: InferenceService, address: str, most_bytes: int, stop_seconds: float = 10.0
 ) -> AsyncIterator[None]:
     """In the block calls that come to ``address`` (a ``reserved_port``) are answered by ``service``, in the
-    running event loop; messages have at most ``most_bytes``. Those it has are answered at the end, for at
-    most ``stop_seconds``."""
+    running event loop, and so is gRPC's health check; messages have at most ``most_bytes``. Those it has are
+    answered at the end, for at most ``stop_seconds``."""
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", most_bytes),
             ("grpc.max_send_message_length", -1),
+            # Clients may look whether a connection is alive; gRPC would close it on those who do so often.
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.http2.max_ping_strikes", 0),
         ]
     )
+    server.add_generic_rpc_handlers((health(service.models),))
     add_GRPCInferenceServiceServicer_to_server(service, server)
     server.add_insecure_port(address)
     await server.start()
