@@ -31,8 +31,9 @@ def float32_products(device: torch.device, precision: str = "float32") -> Iterat
     if device.type == "cuda" and precision == TF32:
         chosen = "high"
     elif device.type == "cpu" and before == "highest" and has_onednn() and not made_by_intel():
-        # MKL takes its AVX2 path on CPUs that Intel did not make, at half the speed of AVX-512; on Intel's it
-        # is up to a third faster than oneDNN at a few hundred samples. torch passes float32 products to
+        # MKL takes its AVX2 path on CPUs that Intel did not make, at half the speed of AVX-512, or at nine
+        # tenths where that computes in two halves; on Intel's it is up to a third faster than oneDNN at a few
+        # hundred samples. torch passes float32 products to
         # oneDNN under "medium", which also permits bfloat16, and oneDNN may use that if the CPU has units for
         # it. So one product is computed and compared; if it was rounded, MKL stays.
         chosen = "medium"
