@@ -53,7 +53,8 @@ class Spans:
 
     def _started(self, traceparent: str | None, name: str, at: int) -> Span:
         parent = None if traceparent is None else self._propagator.extract({HEADER: traceparent})
-        return self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=at)
+        begun: Span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=at)
+        return begun
 
     @contextmanager
     def within(self, asked: Sequence[Asked]) -> Iterator[None]:
