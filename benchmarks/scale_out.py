@@ -5,13 +5,14 @@
     python benchmarks/scale_out.py --json benchmarks/results          the tables, of all parts so far
 
 Models of the shapes of DRM1, DRM2 and DRM3 (scale_out_models.py) are cut by each plan; ``ours`` is
-plan=latency with a tenth of the bytes at the main server, ``load main`` the same with plan=load. Shards are
-processes behind links of each of ``--links`` (Gbit/s:microseconds): network namespaces with tbf where they
-can be made, else the relay's own limit; the delay is the relay's (relay.c). A request is one user with half
-of the features and 64 candidates with the other half; ids are skewed. Requests come at random, ``--rate`` a
-second; single server and shards take turns, the others are stopped meanwhile. Before that requests come at
-regular times, one at a time and several at once, over links without limit: from these traces the queueing
-model predicts what is measured afterwards (scale_out_predicted.py), and the same at 25 and 100 Gbit/s.
+plan=latency with a tenth of the bytes at the main server, ``load main`` the same with plan=load; a shard has
+memory for ``--memory`` times an equal part. Shards are processes behind links of each of ``--links``
+(Gbit/s:microseconds): network namespaces with tbf where they can be made, else the relay's own limit; the
+delay is the relay's (relay.c). A request is one user with half of the features and 64 candidates with the
+other half; ids are skewed. Requests come at random, ``--rate`` a second; single server and shards take turns,
+the others are stopped meanwhile. Before that requests come at regular times, one at a time and several at
+once, over ``--quiet-link``: from these traces the queueing model predicts what is measured afterwards
+(scale_out_predicted.py), and the same at 25 and 100 Gbit/s.
 
 Lines are kept in ``--work`` as they are measured, so that a part that was interrupted goes on.
 """
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from recpipe_perf_model import Costs, simulated
 from recpipe_perf_model import Load as Expected
 from scale_out_models import MODELS, packaged, requests, user_features
-from scale_out_network import Network, can_make_namespaces
+from scale_out_network import BURST, Network, can_make_namespaces
 from scale_out_predicted import Known, Traced, link, measured_costs, parts_of, servers_of
 from scale_out_servers import Links, Side, compiled, sharded, single
 from scale_out_tables import report
@@ -58,7 +59,7 @@ QUIET = ((1,), (1, 3, 1, 5))
 FASTER = ((25.0, 50.0), (100.0, 50.0))
 """Gbit/s and microseconds of links that are predicted alone."""
 BATCH = 1024
-SETTINGS = ("rate", "seconds", "quiet_seconds", "rounds", "rows", "dim", "candidates", "pooling")
+SETTINGS = ("rate", "seconds", "quiet_seconds", "rounds", "rows", "dim", "candidates", "pooling", "memory")
 
 
 def main() -> int:
@@ -92,6 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--links", nargs="+", default=["1:100", "10:50", "10:200"], help="Gbit/s:microseconds"
     )
+    parser.add_argument("--quiet-link", default="10:50", help="over which service times are measured")
     parser.add_argument("--rate", type=float, default=60.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a load")
     parser.add_argument(
@@ -99,6 +101,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4_000_000, help="of all tables of a model")
+    parser.add_argument(
+        "--memory", type=float, default=1.5, help="of a shard, times equal parts; 0: no limit"
+    )
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--candidates", type=int, default=64)
     parser.add_argument("--pooling", type=int, default=10, help="ids of every other feature")
@@ -108,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--costs", type=Path, help="where that is kept (default: costs.json in --work)")
     parser.add_argument("--json", type=Path, metavar="DIRECTORY", help="write the results of all parts there")
     options = parser.parse_args()
+    options.quiet_link = tuple(map(float, options.quiet_link.split(":")))
     options.links = [tuple(map(float, word.split(":"))) for word in options.links]
     options.costs = options.costs or options.work / "costs.json"
     return options
@@ -136,7 +142,8 @@ def calibrate(options: argparse.Namespace) -> None:
         with network.up(), sharded(options.work / "cut", kind, asked, folder, network, options.relay) as side:
             spans, front_of = quiet_spans(side, options)
         traced = Traced.read(folder / "main.jsonl", [folder / "shard0.jsonl"])
-        known.append(Known(traced.within(spans), front_of(traced), 4 * options.dim, options.candidates))
+        over = link(*options.quiet_link, BURST if options.apart else 0)
+        known.append(Known(traced.within(spans), front_of(traced), 4 * options.dim, options.candidates, over))
     costs = measured_costs(known)
     load = Expected(
         options.rate, options.candidates, options.links[0][0], options.links[0][1], BATCH, os.cpu_count()
@@ -174,12 +181,20 @@ def part(kind: str, count: int, options: argparse.Namespace) -> None:
         for plan, links in wanted.items():
             if links:
                 began = time.monotonic()
-                lines = measured(package, count, plan, links, asked, network, options)
+                try:
+                    lines = measured(package, count, plan, links, asked, network, options)
+                except UncutError as why:
+                    print(f"left out: {why}", flush=True)
+                    continue
                 with file.open("a") as out:
                     out.writelines(json.dumps(line) + "\n" for line in lines)
                 for line in lines:
                     _print(line)
                 print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+class UncutError(Exception):
+    """A plan that does not fit the shards' memory."""
 
 
 def cut_by(package: Path, count: int, plan: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +203,7 @@ def cut_by(package: Path, count: int, plan: str, options: argparse.Namespace) ->
     shutil.rmtree(cut, ignore_errors=True)
     (options.work / "now").mkdir(exist_ok=True)
     size = sum(file.stat().st_size for file in (package / "tables").iterdir())
-    words = []
+    words = [f"memory={int(options.memory * size / count)}"] if options.memory else []
     for word in PLANS[plan]:
         if word == "main=":
             word += str(size // 10)
@@ -202,7 +217,7 @@ def cut_by(package: Path, count: int, plan: str, options: argparse.Namespace) ->
     command = [sys.executable, "-m", "recpipe", "shard", str(package), str(cut), f"shards={count}", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
+        raise UncutError(f"{kind} {count} {plan}: {(done.stdout + done.stderr).strip()[-300:]}")
     found: dict[str, Any] = json.loads((cut / "plan.json").read_text())
     return found
 
@@ -211,7 +226,7 @@ def quiet_spans(side: Side, options: argparse.Namespace) -> tuple[list[tuple[flo
     """Loads that hardly wait: when they were, and what finds a request's seconds outside of batches in a
     trace."""
     if side.links is not None:
-        side.links.set(0.0, 0.0)
+        side.links.set(*options.quiet_link)
     loads = [side.regular(options.rate, options.quiet_seconds, groups) for groups in QUIET]
     spans = [(one.began, one.ended) for one in loads]
     alone = float(np.mean(loads[0].load.times))
@@ -255,8 +270,9 @@ def measured(
     most = max(1, BATCH // options.candidates)
     traced = Traced.read(folder / "main.jsonl", [folder / f"shard{at}.jsonl" for at in range(count)])
     lone = Traced.read(folder / "single.jsonl")
-    servers = servers_of(traced.within(spans), front(traced), most)
-    whole = servers_of(lone.within(one_spans), one_front(lone), most)
+    over = link(*options.quiet_link, BURST if network.apart else 0)
+    servers = servers_of(traced.within(spans), front(traced), most, over)
+    whole = servers_of(lone.within(one_spans), one_front(lone), most, over)
     here = {shard for parts in where["tables"].values() for shard, _, _ in parts} - {count}
     lines = []
     for own in (*links, *FASTER):
@@ -290,7 +306,7 @@ def percentiles(
     servers: Any, own: tuple[float, float] | None, options: argparse.Namespace
 ) -> dict[str, float]:
     """Milliseconds, by the queueing model, of a load over such links."""
-    placed = servers if own is None else replace(servers, link=link(*own))
+    placed = servers if own is None else replace(servers, link=link(*own, BURST if options.apart else 0))
     rate = min(options.rate, 0.98 * placed.capacity()[0])
     found = simulated(placed, rate)
     return {f"p{share}": 1e3 * found.percentile(share) for share in SHARES}

@@ -1,7 +1,7 @@
 """What is predicted of a cut by the queueing model (recpipe_perf_model/queueing), from traces of its servers.
 
 Service times are measured where hardly anything waits: requests come at regular times, one or several at
-once, over links without limit or delay. From these follow lines through the number of requests of a batch,
+once, over one link. From these follow lines through the number of requests of a batch,
 the time on the wire, and how many times as long as usual work takes. Rates and delays of links, waiting and
 the slowest of the shards are the model's. ``measured_costs`` makes the same into constants of lookups and
 bytes, for other cuts and machines.
@@ -73,9 +73,9 @@ def factors(values: Sequence[float], usual: Sequence[float]) -> tuple[float, ...
     return tuple((found / found.mean()).tolist())
 
 
-def servers_of(quiet: Traced, front: float, most: int) -> Servers:
-    """The servers of these batches, at which nothing waited. ``front``: seconds of a request besides;
-    ``most``: requests of a batch."""
+def servers_of(quiet: Traced, front: float, most: int, over: Link) -> Servers:
+    """The servers of these batches, at which hardly anything waited. ``front``: seconds of a request besides;
+    ``most``: requests of a batch; ``over``: the links."""
     # Of a main server that has the hottest rows itself some batches may ask nobody.
     batches = [batch for batch in quiet.batches if batch["shards"]] or quiet.batches
     n = [batch["n"] for batch in batches]
@@ -96,10 +96,11 @@ def servers_of(quiet: Traced, front: float, most: int) -> Servers:
         counts = [count for count, _ in own]
         work = line(counts, [s["work"]["end"] - s["work"]["begin"] for _, s in own])
         taken = [s["there"] - s["sent"] for _, s in own]
-        wire = max(0.0, fmean(taken) - fmean(work.of(count) for count in counts))
+        moved = [on_link(s, over) for _, s in own]
+        wire = max(0.0, fmean(taken) - fmean(work.of(count) for count in counts) - fmean(moved))
         asked, answered = (line(counts, [s[key] for _, s in own]) for key in ("asked", "answered"))
         shards.append(Shard(work, asked, answered, wire))
-        ratios.append((taken, [work.of(count) + wire for count in counts]))
+        ratios.append((np.subtract(taken, moved).tolist(), [work.of(count) + wire for count in counts]))
     spent = [a + b for a, b in zip(asking, resting, strict=True)]
     return Servers(
         ask,
@@ -114,9 +115,15 @@ def servers_of(quiet: Traced, front: float, most: int) -> Servers:
     )
 
 
-def link(gbit: float, delay_us: float) -> Link:
+def link(gbit: float, delay_us: float, burst: float) -> Link:
     """Of a server."""
-    return Link(gbit * 1e9 / 8 if gbit else float("inf"), delay_us * 1e-6)
+    return Link(gbit * 1e9 / 8, delay_us * 1e-6, burst)
+
+
+def on_link(call: Trace, over: Link) -> float:
+    """Seconds that a question and its answer are on a link that is theirs alone."""
+    sent = sum(max(0.0, call[key] - over.burst) / over.rate for key in ("asked", "answered"))
+    return 2 * over.delay + sent
 
 
 def parts_of(loaded: Traced) -> dict[str, float]:
@@ -155,6 +162,8 @@ class Known:
     """Of memory that is read for a row."""
     samples: int
     """Of a request."""
+    over: Link
+    """Of its shard."""
 
 
 def measured_costs(cuts: Sequence[Known]) -> ServiceCosts:
@@ -173,8 +182,9 @@ def measured_costs(cuts: Sequence[Known]) -> ServiceCosts:
                 work = s["work"]
                 kib = (work["ids"] * cut.line_bytes + work["answered"]) / KIB
                 works.add(work["end"] - work["begin"], 1.0, work["lookups"], kib)
-                wires.append(max(0.0, s["there"] - s["sent"] - work["end"] + work["begin"]))
-                waits.add(s["there"] - s["sent"], 1.0, work["lookups"], kib)
+                taken = s["there"] - s["sent"] - on_link(s, cut.over)
+                wires.append(max(0.0, taken - work["end"] + work["begin"]))
+                waits.add(taken, 1.0, work["lookups"], kib)
             spent.append(batch["ask"] - batch["begin"] + batch["end"] - batch["came"])
     ask, rest, work = asks.solved(), rests.solved(), works.solved()
     micro = 1e6

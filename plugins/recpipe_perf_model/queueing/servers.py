@@ -47,6 +47,8 @@ class Link(NamedTuple):
     """Bytes a second, of each server and in each direction."""
     delay: float = 0.0
     """Seconds in one direction."""
+    burst: float = 0.0
+    """Bytes that pass at once after a rest, as a token bucket has them."""
 
 
 NOTHING, DIRECT = Line(), Link()
@@ -211,7 +213,7 @@ class _State:
         self._rows = np.arange(len(own))
         self._in, self._out = _Links(len(own)), _Links(len(own))
         """Each shard's link, for questions and for answers."""
-        self._sent, self._came = [0.0] * self.servers.mains, [0.0] * self.servers.mains
+        self._sent, self._came = [-inf] * self.servers.mains, [-inf] * self.servers.mains
         """Until when each main server's link is taken by questions, and by answers."""
         self._cores = [0.0] * (self.servers.cores or 0)
         self._factors = [
@@ -246,20 +248,21 @@ class _State:
 
     def _fetch(self, main: int, leave: Figures, requests: int) -> float:
         """When the last answer is there to questions that ``leave`` then."""
-        rate, delay = self.servers.link
+        rate, delay, burst = self.servers.link
+        saved = burst / rate
         work, asked, answered = (first + each * requests for first, each in self._lines)
         factors = self._factors[1].several(len(work))
         took = asked / rate
-        through = _through(leave, took, self._sent[main])
+        through = _through(leave - saved, took, self._sent[main])
         self._sent[main] = float(through[-1])
-        came = np.maximum(through, self._in.sent(leave, took)) + delay
+        came = np.maximum(np.maximum(leave, through), self._in.sent(leave, took, saved)) + delay
         seconds = work * factors
         self.worked += seconds
         ends = self._alone(came, seconds) if not self._cores else self._shared(came, seconds)
         took = answered / rate
-        out = self._out.sent(ends, took)
+        out = self._out.sent(ends, took, saved)
         order = np.argsort(ends, kind="stable")
-        through = _through(ends[order], took[order], self._came[main])
+        through = _through(ends[order] - saved, took[order], self._came[main])
         self._came[main] = float(through[-1])
         there = np.maximum(through, out[order]) + (self._wire * factors)[order]
         return float(there.max()) + delay
@@ -297,11 +300,12 @@ class _Links:
     def __init__(self, count: int) -> None:
         self._left, self._when = np.zeros(count), np.zeros(count)
 
-    def sent(self, ready: Figures, took: Figures) -> Figures:
-        """When messages, one on each, have been sent that are ``ready`` then and take so long."""
+    def sent(self, ready: Figures, took: Figures, saved: float) -> Figures:
+        """When messages, one on each, have been sent that are ``ready`` then and take so long, less what a
+        rest has ``saved``."""
         self._left = np.maximum(0.0, self._left - np.maximum(0.0, ready - self._when)) + took
         self._when = np.maximum(self._when, ready)
-        gone: Figures = ready + self._left
+        gone: Figures = ready + np.maximum(0.0, self._left - saved)
         return gone
 
 

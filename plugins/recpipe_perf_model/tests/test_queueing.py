@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def test_batches_take_all_that_wait_and_links_are_shared() -> None:
     # answered at 3.75 and 5.75, gone at 6.75 (30 bytes) and 8.75 (20 bytes, which wait for those), there at
     # 9; then 1 second.
     assert servers.batch_seconds(1) == pytest.approx(10.0)
+    # With a bucket that holds all of it, bytes take no time: the second answer is there at 4.5.
+    assert replace(servers, link=Link(10.0, 0.25, 50.0)).batch_seconds(1) == pytest.approx(5.5)
     found = _played(servers, [np.array([0.0, 3.0, 9.5])], 0)
     # The others are one batch from 10 on: its first answer has 40 bytes and is through at 17.75, the second
     # at 19.75.
