@@ -31,7 +31,7 @@ class ErrorOf:
     def __init__(self, outputs: Sequence[Mapping[str, Any]], kind: str, k: int) -> None:
         self.kind, self.k = kind, k
         self._kinds = np.array([KINDS.get(output["kind"], VALUES) for output in outputs])
-        self._mean, self._answers = np.zeros(len(outputs)), 0
+        self._mean, self._answers = [0.0] * len(outputs), 0
 
     def size(self, scores: Floats) -> Sizes:
         """The mean size of the predictions of an answer, float32 [N] or [N, T], by output."""
@@ -55,7 +55,7 @@ class ErrorOf:
         """How far each prediction of an ``answer`` is from the ``model``'s, as a share of the mean one, [N,
         T]."""
         found = np.empty((len(model), len(self._kinds)))
-        distances(_flat(answer), _flat(model), self._kinds, self._mean, found.reshape(-1))
+        distances(_flat(answer), _flat(model), self._kinds, np.array(self._mean), found.reshape(-1))
         return found
 
     def predictions(self, scores: Floats) -> NDArray[np.float64]:

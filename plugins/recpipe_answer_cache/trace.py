@@ -60,7 +60,7 @@ def rows_of(trained: Trained, visit: Sequence[str], time: str | None, most: int 
     one.
     ``time``: the column of times."""
     config = trained.cfg.data
-    columns = [*visit, *([] if time is None else [time])]
+    columns = [*dict.fromkeys([*visit, *([] if time is None else [time])])]
     if columns and not has_columns(config):
         raise UserError(f"data={config.name} has no columns that could be read: leave visit= and time= out")
     if not isinstance(config, FileConfig):

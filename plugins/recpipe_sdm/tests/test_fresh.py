@@ -240,7 +240,8 @@ def test_a_server_follows_with_rows_on_the_ssd_and_no_answer_is_of_two_versions(
     package, folder = Path(shutil.copytree(packed, tmp_path / "model.recpipe")), tmp_path / "d"
     folder.mkdir()
     words = ("+plugin=sdm", "plugins.sdm.dram=60000", "port=0", f"follow={folder}", "poll_seconds=0.02")
-    server = Child(tmp_path / "server", "serve", str(package), *words, "rollback=true", merged=True)
+    more = "rollback=true", "deadline_ms=60000"  # on a busy machine requests wait
+    server = Child(tmp_path / "server", "serve", str(package), *words, *more, merged=True)
     try:
         found = re.search(r"at (http\S+/v2/models/model);", server.until("golden"))
         assert found is not None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,15 @@ class Follower:
         self.use(self.answering, versions.version.of.digest[:12], changed)
 
     async def go_to(self, sequence: int | None) -> None:
-        """Let the version of delta ``sequence`` answer (0: the base), and stay there; None: go on following.
-        ``Refused`` for one that is not kept."""
+        """Let the version of delta ``sequence`` answer (0: the base), and stay there; None: go on following,
+        from the latest one that is there. ``Refused`` for one that is not kept."""
+        await self._go_to(sequence)
+        if sequence is None:
+            with suppress(UserError):  # who follows says it
+                while await self.look():
+                    pass
+
+    async def _go_to(self, sequence: int | None) -> None:
         async with self._changing:
             if sequence is None:
                 self.stays = False

@@ -253,9 +253,8 @@ def test_going_back_stays_there_until_it_is_told_to_follow(base: Path, deltas: P
         with pytest.raises(Refused, match="version 9 is not kept; there are 0, 1, 2, 3"):
             await follower.go_to(9)
         await follower.go_to(None)
-        assert follower.told()["answering"] == 3
-        await follower.look()
-        assert follower.told()["answering"] == DELTAS
+        assert follower.told()["answering"] == DELTAS, "also what came meanwhile"
+        assert follower.told()["following"]
         assert follower.figures()["delta"] == DELTAS
         await served.server.batcher.close()
 
@@ -468,14 +467,15 @@ def test_all_workers_go_back_together_and_one_that_starts_again_is_there(
     base: Path, deltas: Path, packages: list[Path], tmp_path: Path
 ) -> None:
     words = ("port=0", "workers=2", f"follow={deltas}", "poll_seconds=0.05", "rollback=true", "name=m")
+    words += ("deadline_ms=60000",)  # on a busy machine requests wait
     server = processes.Child(tmp_path / "server", "serve", str(base), *words, merged=True)
 
-    def require(number: int, seconds: float = 1.0) -> None:
+    def require(number: int) -> None:
         """All connections, of which each worker has some, are answered by this version alone."""
         with Clients(address, [Scorer(packages[number], mapped=True)]).asking() as clients:
-            time.sleep(seconds)
+            while clients.by[0] < 40 and not clients.wrong:
+                time.sleep(0.02)
         assert not clients.wrong, (number, clients.wrong[:3])
-        assert clients.by[0] > 20
 
     def go_to(content: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         asked = urllib.request.Request(f"{address}/deltas", json.dumps(content).encode())
@@ -499,7 +499,7 @@ def test_all_workers_go_back_together_and_one_that_starts_again_is_there(
         workers = children(server.pid)
         assert len(workers) == 2
         os.kill(workers[0], signal.SIGKILL)
-        require(1, 0.3)
+        require(1)
         server.until("answers again")
         require(1)
         status, told = go_to({"follow": True})

@@ -274,7 +274,7 @@ def test_towers_whose_ids_grow_find_what_their_index_does(kind: str, shop: Path,
                 answer = found_by(port, user=who, k=7, n=40)
                 require_found(answer, package, tmp_path / "index", who, 40)
                 vectors.add(tuple(answer["similarity"]))
-            assert len(vectors) == 3
+            assert len(vectors) > 1, "or rows of users say nothing"
 
 
 # -- what users do, with compiled programs -------------------------------------------------------
