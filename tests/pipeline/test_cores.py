@@ -80,8 +80,8 @@ def test_cores_equal_one(cores, tmp_path, policy, optimizer, parts) -> None:
 def test_loops_write_gradients_where_rows_were(cores, tmp_path, monkeypatch) -> None:
     """The interaction's and the tables' loops, with rows that have room for the dense vector."""
     one = parameters_after("resident", "rowwise_adagrad", tmp_path, Listed())
-    spent, converted, gradients = list[bool](), list[Backend](), pairs._gradients
-    monkeypatch.setattr(pairs, "_gradients", lambda *given: spent.append(given[-1]) or gradients(*given))
+    spent, converted, gradients = list[bool](), list[Backend](), pairs.gradients
+    monkeypatch.setattr(pairs, "gradients", lambda *given: spent.append(given[-1]) or gradients(*given))
     ways = ("dot", "tables")
     monkeypatch.setattr(Chooser, "way", lambda _, part, n: "loops" if part.startswith(ways) else "plain")
 
