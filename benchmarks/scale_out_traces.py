@@ -73,12 +73,12 @@ def trace_main(lines: list[Line]) -> None:
 
         return answers
 
-    def traced_send(self: Any, shard: int, question: Any, *others: Any) -> None:
+    def traced_send(self: Any, shard: int, question: Any, *others: Any, **named: Any) -> None:
         line = {"number": shard, "asked": question.message.ByteSize()}
         own.setdefault("shards", []).append(line)
-        send(self, shard, question, *others)
+        send(self, shard, question, *others, **named)
         line["sent"] = perf_counter()
-        question.calls[-1].add_done_callback(lambda _: line.update(there=perf_counter()))
+        next(reversed(question.calls)).add_done_callback(lambda _: line.update(there=perf_counter()))
 
     Batcher._scored = traced_scored  # type: ignore[method-assign]
     ShardCalls.ask, ShardCalls._send = traced_ask, traced_send  # type: ignore[method-assign]
