@@ -174,8 +174,9 @@ def runs_of(asked: list[Asked], values: Array) -> Iterator[tuple[list[Asked], Fl
 
 
 def beside(one: Asked) -> tuple[str, bool, int]:
-    """Alike for lookups that can be one run."""
-    return one.own.pooling, one.own.weighted, one.wanted.bags
+    """Alike for lookups that can be one run. Numbers of some of a column's bags differ from batch to batch:
+    those keep one order, in which the server that is asked knows them again."""
+    return one.own.pooling, one.own.weighted, one.wanted.bags if one.of is None else -1
 
 
 def follows(before: Bags, one: Asked) -> bool:
