@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--axis", action="append", choices=tuple(AXES), help="one of them; may be repeated")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.axis or AXES:

@@ -1,6 +1,6 @@
 """DLRM-DCNv2 in the shape and batch of MLPerf Training: samples a second a core, beside the published rate.
 
-    python benchmarks/mlperf_per_core.py FOLDER [--rounds 3] [--json benchmarks/results] [OVERRIDE ...]
+    python benchmarks/mlperf_per_core.py FOLDER [--rounds 2] [--json benchmarks/results] [OVERRIDE ...]
 
 ``experiment=mlperf_dlrm_dcnv2``: the benchmark's dense part, dimension, optimizer and pooling factors, on
 generated clicks, with tables of at most 20,000 rows, which lookups find in caches more often than those of up
@@ -25,7 +25,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-BATCH, STEPS = 8192, 8
+BATCH, STEPS = 8192, 4
 DENSE, SPARSE = 13, 26
 OPERATIONS = 96.2e6
 """Of the benchmark's dense part for a sample, forward and backward."""
@@ -102,10 +102,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     folder, cores = asked.folder.absolute(), os.cpu_count() or 1
     folder.mkdir(parents=True, exist_ok=True)
     rates: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
