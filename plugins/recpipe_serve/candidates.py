@@ -6,15 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from recpipe.answers import score
-from recpipe.answers.candidates import ITEMS, RETRIEVER, SEARCH, sides_in
+from recpipe.answers.candidates import ITEMS, RETRIEVER, SEARCH
 from recpipe.answers.encoded import read_encoding
 from recpipe.answers.manifest import RETRIEVAL
 from recpipe.data.preparation import Preparation
@@ -23,10 +21,7 @@ from recpipe_serve.batching.forms import Array, Asked, together
 from recpipe_serve.batching.scorer import RequestScorer
 from recpipe_serve.errors import bad
 from recpipe_serve.http.features import Features
-from recpipe_serve.http.raw import DENSE, LENGTHS, WEIGHTS, RawValues
-
-Places = NDArray[np.int64]
-"""Of candidates, in the order of the index."""
+from recpipe_serve.sides import Beside, Pairs, Places, Users
 
 
 @dataclass(frozen=True)
@@ -70,110 +65,16 @@ class Wanted:
         return asked
 
 
-class Pairs(Sequence[Mapping[str, Any]]):
-    """The raw values of a user beside those of each candidate, made when they are asked for."""
+@dataclass(frozen=True)
+class Found:
+    """The candidates that a search has found."""
 
-    def __init__(self, user: Mapping[str, Any], items: pa.Table, places: Places) -> None:
-        self.user, self.items, self.places = user, items, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        return {**self.user, **self.items.slice(int(self.places[at]), 1).to_pylist()[0]}
-
-
-class Beside:
-    """Makes a model's inputs of one user and some of the candidates: what is of the candidates alone was made
-    beforehand, what is of the user alone is made once, and only what is of both is made for each pair."""
-
-    def __init__(self, preparation: Preparation, items: pa.Table) -> None:
-        assert preparation.features is not None
-        self.features, self.items = preparation.features, items
-        self._own: dict[str, tuple[set[str], list[str], RawValues]] = {}
-        for side, names in sides_in(self.features, items.column_names).items():
-            if names:
-                alone = self.features.alone(names)
-                made = RawValues(Preparation.of(alone, preparation.learned))
-                self._own[side] = ({*names}, sorted({*alone.inputs}), made)
-        self.columns = {*self.features.inputs} - {*items.column_names}
-        """Those of the user."""
-        self._items: dict[str, Array] = {}
-        if "item" in self._own:
-            own, columns, raw = self._own["item"]
-            (batch,) = items.select(columns).combine_chunks().to_batches()
-            self._items = self._of_side(own, raw, raw.of_batch(batch))
-
-    def _of_side(self, names: set[str], raw: RawValues, made: Mapping[str, Array]) -> dict[str, Array]:
-        """The inputs ``made`` that are of features among ``names``, dense ones by their own names."""
-        found: dict[str, Array] = {}
-        at = 0
-        for feature in raw.features.dense:
-            for name in feature.names:
-                if feature.name in names:
-                    found[f"{DENSE}.{name}"] = made[DENSE][:, at]
-                at += 1
-        for feature in raw.features.sparse:
-            if feature.name in names:
-                found |= {n: made[n] for end in ("", LENGTHS, WEIGHTS) if (n := feature.name + end) in made}
-        return found
-
-    def inputs(self, user: Mapping[str, Any], places: Places | None) -> dict[str, Array]:
-        """The tensors that ``Features`` takes, for each of the candidates at ``places``; None: for the user
-        alone, with any values of candidates."""
-        found: dict[str, Array] = {}
-        if "user" in self._own:
-            names, columns, raw = self._own["user"]
-            row = {name: user[name] for name in columns if name in user}
-            found |= self._of_side(names, raw, raw.inputs([row]))
-        if places is None:
-            found |= self._any_candidate()
-        else:
-            found |= _taken(self._items, places)
-            if "both" in self._own:
-                names, columns, raw = self._own["both"]
-                rows = [{c: row[c] for c in columns if c in row} for row in Pairs(user, self.items, places)]
-                found |= self._of_side(names, raw, raw.inputs(rows))
-        dense = [found.pop(f"{DENSE}.{name}") for f in self.features.dense for name in f.names]
-        if dense:
-            found[DENSE] = np.stack(np.broadcast_arrays(*dense), axis=1).astype(np.float32)
-        return found
-
-    def _any_candidate(self) -> dict[str, Array]:
-        """One id of each feature that is not the user's alone, and numbers of 0."""
-        found: dict[str, Array] = {}
-        for side in ("item", "both"):
-            for feature in self.features.dense:
-                if side in self._own and feature.name in self._own[side][0]:
-                    found |= {f"{DENSE}.{name}": np.zeros(1, np.float32) for name in feature.names}
-            for feature in self.features.sparse:
-                if side in self._own and feature.name in self._own[side][0]:
-                    found[feature.name] = np.zeros(1, np.int64)
-                    found |= {feature.name + WEIGHTS: np.ones(1, np.float32)} if feature.weights else {}
-        return found
-
-
-def _taken(inputs: Mapping[str, Array], places: Places) -> dict[str, Array]:
-    """The inputs of the candidates at ``places``."""
-    found: dict[str, Array] = {}
-    for name, values in inputs.items():
-        of = name.removesuffix(WEIGHTS)
-        lengths = inputs.get(of + LENGTHS)
-        if lengths is None or name.endswith(LENGTHS):
-            found[name] = values[places]
-            continue
-        counts = lengths[places]
-        starts = (np.cumsum(lengths) - lengths)[places] - (np.cumsum(counts) - counts)
-        found[name] = values[np.repeat(starts, counts) + np.arange(counts.sum())]
-    return found
+    places: Places
+    """Best first."""
+    similar: Array
+    """Their products with the user's vector, float32."""
+    user: dict[str, Array]
+    """The ranker's inputs of the user alone."""
 
 
 class Candidates:
@@ -213,6 +114,7 @@ class Candidates:
         self._query, self._vector = Beside(own, self.items), RequestScorer(retriever)
         self._query_inputs = Features(retriever.manifest, 1, retriever.maps)
         self._pairs, self._ranker_inputs = Beside(preparation, self.items), Features(manifest, most, maps)
+        self._users = Users(self._query, self._pairs)
 
     def use(self, maps: Mapping[int, score.RowMap]) -> None:
         """Find the rows of the ranker's keys by these ``maps`` from now on."""
@@ -225,8 +127,7 @@ class Candidates:
 
     def require(self, user: Mapping[str, Any]) -> None:
         """``Refused`` unless both models take the values of a user."""
-        self._query.inputs(user, None)
-        self._pairs.inputs(user, None)
+        self._users(user)
 
     def output(self, by: str | None) -> str:
         """The output that orders the answer; ``Refused`` if the ranker has none of that name."""
@@ -234,9 +135,8 @@ class Candidates:
             raise bad(f"the model has no output '{shown(by)}'; it has {', '.join(self.outputs)}")
         return self.outputs[0] if by is None else by
 
-    def find(self, wanted: Wanted) -> tuple[Places, Array]:
-        """The places of the candidates that the search finds best, at most n, and their products with the
-        user's vector, float32. ``Refused`` for what is wrong."""
+    def find(self, wanted: Wanted) -> Found:
+        """The candidates that the search finds best, at most n. ``Refused`` for what is wrong."""
         known = self.columns
         for name in wanted.user:
             if name not in known:
@@ -247,27 +147,29 @@ class Candidates:
             if type(each) is not kind:
                 raise bad(f"exclude has {shown(each)}, and the candidates' ids are of type {kind.__name__}")
         self.output(wanted.by)
-        asked = self._query_inputs.asked(self._query.inputs(wanted.user, None))
+        query, ranker = self._users(wanted.user)
+        asked = self._query_inputs.asked(self._query.inputs(wanted.user, query, None))
         vector = self._vector(*together([asked])).numpy().reshape(1, -1)
         out = [self._places[each] for each in {*wanted.exclude} if each in self._places]
         scores, places = self._index.search(vector, min(wanted.n + len(out), len(self.ids)))
         kept = ((places[0] >= 0) & ~np.isin(places[0], out)).nonzero()[0][: wanted.n]
-        return places[0][kept], scores[0][kept]
+        return Found(places[0][kept], scores[0][kept], ranker)
 
-    def asked(self, wanted: Wanted, places: Places) -> Asked:
+    def asked(self, wanted: Wanted, found: Found) -> Asked:
         """The ranker's inputs of the user beside each of these candidates."""
-        asked = self._ranker_inputs.asked(self._pairs.inputs(wanted.user, places))
-        asked.rows = Pairs({n: wanted.user[n] for n in self._pairs.columns}, self.items, places)
+        inputs = self._pairs.inputs(wanted.user, found.user, found.places)
+        asked = self._ranker_inputs.asked(inputs)
+        asked.rows = Pairs({n: wanted.user[n] for n in self._pairs.columns}, self.items, found.places)
         return asked
 
-    def answer(self, wanted: Wanted, places: Places, similar: Array, scores: Array) -> dict[str, Any]:
+    def answer(self, wanted: Wanted, found: Found, scores: Array) -> dict[str, Any]:
         """The best k by the ranker's ``scores`` float32 [N, T], best first; of equal ones the more similar
         first."""
         by = self.output(wanted.by)
         order = np.argsort(-scores[:, self.outputs.index(by)], kind="stable")[: wanted.k]
         return {
             "by": by,
-            "items": [self.ids[place] for place in places[order]],
+            "items": [self.ids[place] for place in found.places[order]],
             "scores": {name: scores[order, n].astype(float).tolist() for n, name in enumerate(self.outputs)},
-            "similarity": similar[order].astype(float).tolist(),
+            "similarity": found.similar[order].astype(float).tolist(),
         }

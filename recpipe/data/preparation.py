@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from recpipe.common.saved import entries
+from recpipe.data.feature import WEIGHTED, Feature
 from recpipe.data.features import Features
 from recpipe.data.learned import Learned
 from recpipe.data.schema import DenseRule, IdRule, Schema
-from recpipe.errors import DataError, shown
+from recpipe.errors import DataError, UserError, shown
 
 if TYPE_CHECKING:
     from recpipe.data.encoding import Encoding
@@ -79,6 +80,24 @@ class Preparation:
 
         return None if self.features is None else Encoding(self.features, self.learned)
 
+    def joined(self, other: Preparation) -> Preparation | None:
+        """What makes the inputs of both at once, each as it is made alone; None if something of one name is
+        not the same in both, or if ids have weights in one of them."""
+        one, two = self.features, other.features
+        if one is None or two is None or any(f.kind == WEIGHTED for own in (one, two) for f in own.sparse):
+            return None
+        learned = [self.learned or Learned(), other.learned or Learned()]
+        try:
+            features = Features(
+                one.labels,
+                tuple(_united(*({f.name: _read(f) for f in own.dense} for own in (one, two))).values()),
+                tuple(_united(*({f.name: _read(f) for f in own.sparse} for own in (one, two))).values()),
+            )
+            parts = {f.name: _united(*(getattr(own, f.name) for own in learned)) for f in fields(Learned)}
+        except UserError:
+            return None
+        return Preparation.of(features, Learned(**parts))
+
     def to_dict(self) -> dict[str, Any] | None:
         """What ``read`` takes, in plain values; None if values are not known to be encoded by features."""
         if self.features is None:
@@ -92,6 +111,19 @@ class Preparation:
         found = entries({"features": Features, "learned": Any}, saved)
         features, learned = found["features"], found["learned"]
         return cls.of(features, None if learned is None else Learned.read(learned, features))
+
+
+def _united(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of both; ``DataError`` if one of the same name is another."""
+    for name in one.keys() & other.keys():
+        if one[name] != other[name]:
+            raise DataError(f"{shown(name)} is not the same in both")
+    return {**one, **other}
+
+
+def _read(feature: Feature) -> Feature:
+    """The feature without what a model alone makes of it."""
+    return replace(feature, side=None, dim=None)
 
 
 def require_alike(

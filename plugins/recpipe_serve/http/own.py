@@ -124,12 +124,12 @@ class OwnAddresses:
             candidates = server.candidates
             assert candidates is not None
             wanted, lacking = await self._filled(asked, candidates)
-            places, similar = await asyncio.to_thread(candidates.find, wanted)
-            inputs = candidates.asked(wanted, places) if len(places) else None
+            found = await asyncio.to_thread(candidates.find, wanted)
+            inputs = candidates.asked(wanted, found) if len(found.places) else None
         scores = np.empty((0, len(server.outputs)), np.float32)
         if inputs is not None:
-            found = await server.scores(inputs)
-            scores = found.reshape(len(found), -1)
+            scored = await server.scores(inputs)
+            scores = scored.reshape(len(scored), -1)
             if wanted.id is not None:
                 by = server.outputs.index(candidates.output(wanted.by))
                 order = np.argsort(-scores[:, by], kind="stable")
@@ -142,7 +142,7 @@ class OwnAddresses:
             said |= server.said(inputs)
         if said:
             told["parameters"] = said
-        return json.dumps(told | candidates.answer(wanted, places, similar, scores)).encode(), JSON
+        return json.dumps(told | candidates.answer(wanted, found, scores)).encode(), JSON
 
     async def _filled(self, wanted: Wanted, candidates: Candidates) -> tuple[Wanted, int]:
         """The request, whose user has what the store has of it, and how many keys have no values."""
