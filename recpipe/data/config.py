@@ -244,7 +244,8 @@ class RecordsConfig(DataConfig):
         for name in of:
             if name not in names:
                 raise UserError(
-                    f"data.label_kind.{shown(name)}: no such label; {nearest_or_all(name, names)}"
+                    f"data.label_kind, or model.loss, names {shown(name)}: no such label; "
+                    f"{nearest_or_all(name, names)}"
                 )
         labels = tuple(dataclasses.replace(one, kind=one.kind or of.get(one.name)) for one in found.labels)
         return dataclasses.replace(found, labels=labels).with_rows(self.tables or {}, self.table_rows)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from recpipe.checkpoint.averaged import AVERAGED, Averaged
+from recpipe.common.console import log
 from recpipe.errors import UserError
 from recpipe.plugin.averaging import Averaging, Clock
 from recpipe.training.config import TrainerConfig
@@ -31,6 +32,13 @@ class Pace:
         start, run = chosen.start, config.steps(steps_per_epoch)
         assert start is not None, "there is an average"
         first = start if isinstance(start, int) else max(1, round(start * run))
+        if first > run:
+            kind = "swa" if chosen is config.swa else "ema"
+            log.warning(
+                "trainer.%s.start=%s is after this run's last step, %d: it ends without an average; start "
+                "earlier, or train longer",
+                *(kind, start, run),
+            )
         every = chosen.every
         if not isinstance(every, int):
             every = config.interval(every, steps_per_epoch)

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BeforeValidator
 
 from recpipe.common.validation import Count, FilePath, Positive, Text, one_of
 from recpipe.data.dataset import SplitName
-from recpipe.errors import UserError, shown
-from recpipe.model.metrics import named
+from recpipe.errors import UserError, did_you_mean, shown
+from recpipe.model.metrics import METRICS, named
 from recpipe.plugin.averaging import Averaging
 
 
@@ -76,8 +76,10 @@ class Monitored:
             metric = named(figure)
             better = "lower" if figure == "loss" else metric and metric.better
             if better not in ("lower", "higher"):
+                known = [f"val/{one.name}" for one in METRICS if one.better in ("lower", "higher")]
                 raise UserError(
-                    f"trainer: which way {shown(self.monitor)} is better is not known: set mode to min or max"
+                    f"monitor={shown(self.monitor)}: which way {shown(self.monitor)} is better is not known: "
+                    f"set mode to min or max.{did_you_mean(self.monitor, [*known, 'val/loss'])}"
                 )
             object.__setattr__(self, "mode", "min" if better == "lower" else "max")
 

@@ -145,7 +145,10 @@ def test_a_weight_that_is_none_is_named(tmp_path: Path, table: pa.Table, bad: fl
         ({"features": {**BOTH, "weights": "w"}}, "no key 'weights'; it has labels, weight"),
         ({"features": BOTH, "weight": "w"}, "data.features says all columns"),
         ({"features": {**BOTH, "labels": [{"name": "a", "on_missing": "drop"}]}}, "on_missing"),
-        ({"features": BOTH, "label_kind": {"bye": "values"}}, "'bye' is none|bye: no such label"),
+        (
+            {"features": BOTH, "label_kind": {"bye": "values"}},
+            "'bye' is none|loss, names bye: no such",
+        ),
     ],
 )
 def test_wrong_keys_are_one_line(tmp_path: Path, table: pa.Table, keys: dict[str, object], told: str) -> None:

@@ -20,6 +20,7 @@ from recpipe.config.compose import compose
 from recpipe.config.recipe import Recipe
 from recpipe.errors import UserError
 from recpipe.run import run
+from recpipe.training.averages import Pace
 from tests.processes import start_ranks
 from tests.setup.test_accumulating import SMALL, difference
 
@@ -164,6 +165,23 @@ def test_mistakes_are_said_in_a_line(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         Recipe.of(compose(list(words)))
     assert "\n" not in str(caught.value)
+
+
+def test_a_start_that_the_run_does_not_reach_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def told(*words: str) -> list[str]:
+        caplog.clear()
+        Pace.of(Recipe.of(compose(["trainer.max_steps=20", *words])).trainer, 50)
+        return [record.getMessage() for record in caplog.records]
+
+    assert (
+        told("trainer.swa.start=20") == told("trainer.swa.start=0.9") == told("trainer.ema.decay=0.9") == []
+    )
+    (said,) = told("trainer.swa.start=21")
+    assert said.startswith(
+        "trainer.swa.start=21 is after this run's last step, 20: it ends without an average"
+    )
+    (said,) = told("trainer.ema={decay: 0.9, start: 30}")
+    assert said.startswith("trainer.ema.start=30 is after")
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -216,6 +216,10 @@ def test_a_plateau_knows_which_way_a_figure_is_better() -> None:
     assert words == ["max", "min"]
     with pytest.raises(UserError, match="which way val/mine is better is not known: set mode"):
         plateau.Plateau("x", 0.5, Schedule("plateau", monitor="val/mine"))
+    with pytest.raises(
+        UserError, match=r"^monitor=val/acu: .* set mode to min or max. Did you mean 'val/auc'"
+    ):
+        plateau.Plateau("x", 0.5, Schedule("plateau", monitor="val/acu"))
 
 
 def test_two_who_set_the_dense_rate_are_refused() -> None:

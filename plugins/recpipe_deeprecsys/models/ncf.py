@@ -11,9 +11,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recpipe.errors import UserError
+from recpipe.errors import UserError, shown
 from recpipe.model.config import Sizes
-from recpipe.models.parts import features_of, require_known
+from recpipe.models.parts import features_of
 
 
 class NCF(nn.Module):
@@ -29,7 +29,11 @@ class NCF(nn.Module):
         """``multiplied``: the features of which the rows are multiplied; the others go into the MLP."""
         super().__init__()
         names = features_of(embedding_bag_collection)
-        require_known(multiplied, names, "model.multiplied")
+        if unknown := next((name for name in multiplied if name not in names), None):
+            raise UserError(
+                f"model.multiplied: no feature '{shown(unknown)}'; name those whose vectors are multiplied, "
+                f"a user's and an item's, of {', '.join(map(shown, names))}"
+            )
         if len({*multiplied}) == len(names):
             raise UserError("model.multiplied names all features, and the MLP has none: leave one out")
         self.embedding_bag_collection = embedding_bag_collection

@@ -74,7 +74,7 @@ def test_ncf_refuses_features_that_leave_nothing() -> None:
     _, collection, _ = drawn(2)
     with pytest.raises(UserError, match="the MLP has none"):
         NCF(collection, [4], ["t0", "t1"])
-    with pytest.raises(UserError, match="model.multiplied: no feature 't9'"):
+    with pytest.raises(UserError, match="model.multiplied: no feature 't9'; name those whose .* of t0, t1"):
         NCF(collection, [4], ["t9"])
 
 
