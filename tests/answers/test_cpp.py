@@ -25,6 +25,7 @@ from tests.answers.attention import WORDS, histories
 from tests.answers.test_grown import rows
 from tests.data.test_growing_files import trained as trained_in
 from tests.processes import ROOT
+from tests.quantizing import as_judged
 
 EXAMPLE = ROOT / "examples" / "score-in-cpp"
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler here")
@@ -52,7 +53,7 @@ def pruned(folder: Path) -> Path:
     trained = open_trained(folder / "run" / "checkpoints")
     types = {"goods": "int8", "shops": "int4", "user": "fp16"}
     write_quantized(folder / "small", trained.source(), types, {"shops": np.arange(40) % 2 > 0})
-    return folder / "small"
+    return as_judged(folder / "small")
 
 
 def grown(folder: Path) -> Path:
