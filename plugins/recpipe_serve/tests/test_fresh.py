@@ -480,7 +480,8 @@ def test_all_workers_go_back_together_and_one_that_starts_again_is_there(
     def go_to(content: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         asked = urllib.request.Request(f"{address}/deltas", json.dumps(content).encode())
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            # A worker that was started again first reads what it has not, by a process of low priority.
+            with urllib.request.urlopen(asked, timeout=processes.SECONDS) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read())

@@ -11,6 +11,7 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,8 @@ class Asking:
         what, number, text = message.split(" ", 2)
         if what == "asked":
             said = await self.answers(text)
-            self.channel.send(f"said {number} {said}".encode())
+            with suppress(OSError):  # the supervisor has gone; the channel's end says so, too
+                self.channel.send(f"said {number} {said}".encode())
         elif (waiting := self._waiting.get(int(number))) is not None and not waiting.done():
             waiting.set_result(json.loads(text))
 
