@@ -34,6 +34,8 @@ pytest.importorskip("tritonclient.grpc", reason="recpipe[grpc] is not installed"
 pytestmark = pytest.mark.soak
 OLD, NEW = 0, 1
 SHARDS = 2
+CONNECTED = 3.0
+"""Seconds in which a main server is connected with a shard again; minReadySeconds has Kubernetes wait."""
 RUN = "from recpipe.cli import program\nprogram()\n"
 ANY_VERSION = f"""
 from recpipe_scale_out import serving
@@ -241,6 +243,7 @@ def rolled(cuts: Cuts, own: Fleet, load: Load, old: int, new: int) -> None:
         also = cuts.places[old] / shard_folder(number // own.replicas)
         own.shards[number] = own.shard(number, f"also={also}", directory=cuts.places[new])
         own.shards[number].until("serving shard")
+        time.sleep(CONNECTED)
         load.more("right", 50)
     main.until("serving '")
     load.hosts.append(f"127.0.0.1:{port}")
