@@ -85,7 +85,8 @@ class ReadDelta:
                 for number, name in enumerate(names)
             }
 
-        dense = {n.removeprefix("dense "): v for n, v in held.items() if n.startswith("dense ")}
+        # Programs read parameters where they lie, and MKL rounds by that: torch's own memory is aligned.
+        dense = {n.removeprefix("dense "): v.clone() for n, v in held.items() if n.startswith("dense ")}
         delta = Delta(Path(about["directory"]), content, about["digest"])
         effects = {
             name: Coefficients(
