@@ -27,7 +27,7 @@ from recpipe_scale_out.command import cut
 from recpipe_scale_out.config import CutConfig
 from recpipe_scale_out.dense import ShardedScorer
 from recpipe_serve.batching.scorer import RequestScorer, Side
-from scale_out import free_ports, served
+from scale_out_servers import Process, free_ports
 
 import recpipe
 from recpipe.errors import UserError
@@ -98,9 +98,10 @@ def both(options: argparse.Namespace, folder: Path) -> Iterator[list[Traced]]:
             cut(package, place, CutConfig(options.shards, overlap=overlap))
             ports = free_ports(options.shards)
             for number, port in enumerate(ports):
-                words = [str(place / f"shard{number}"), f"port={port}"]
+                words = ["serve", str(place / f"shard{number}"), f"port={port}"]
                 log = folder / f"shard-{overlap}-{number}.log"
-                open_.callback(served(*words, log=log, says="serving shard").end)
+                shard = Process([sys.executable, "-m", "recpipe", *words], log, "serving shard")
+                open_.callback(shard.end)
             found.append(Traced(place / "main.recpipe", [f"127.0.0.1:{port}" for port in ports]))
         if not found[0].apart:
             raise UserError(
