@@ -8,6 +8,7 @@ is trained, fetched or moved.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -87,7 +88,8 @@ def measured_sharing(
 
 def signature(model: PlacedModel, batch: Any, cores: bool = True) -> str:
     """A name for models that take equally long: with the same modules and sizes and the same number of
-    ids. What stands in place of the tables' modules is told by the groups, whatever recpipe calls it.
+    ids. What stands in place of the tables' modules is told by the features of each kind of tables, whatever
+    recpipe calls it, and whatever groups a plugin makes of them: a run with it rounds as one without.
     ``cores``: whether they may share a batch."""
     each = model.inputs.each(batch)
     ids = sum(own.values().numel() for own in each if own is not None) // max(1, batch_size(batch))
@@ -97,11 +99,11 @@ def signature(model: PlacedModel, batch: Any, cores: bool = True) -> str:
         if not isinstance(module, CollectionProxy)
     ]
     shapes = [(name, tuple(p.shape)) for name, p in model.dense_parameters().items()]
-    groups = [
-        (g.tables.dim, g.tables.optimizer.name, len(g.tables.features), g.tables.pooled, g.tables.weighted)
-        for g in model.embeddings.tables.groups
-    ]
-    described = repr((modules, shapes, groups, ids.bit_length(), model.called.low_precision))
+    kinds = Counter[tuple[Any, ...]]()
+    for tables in (group.tables for group in model.embeddings.tables.groups):
+        kind = (tables.dim, tables.optimizer.name, tables.pooled, tables.weighted)
+        kinds[kind] += len(tables.features)
+    described = repr((modules, shapes, sorted(kinds.items()), ids.bit_length(), model.called.low_precision))
     described += "" if cores else " whole"
     return f"model {hashlib.sha256(described.encode()).hexdigest()[:16]}"
 

@@ -167,6 +167,17 @@ def test_nothing_of_the_run_is_trained_or_moved(two_threads, clock, tmp_path) ->
     model.embeddings.close()
 
 
+def test_groups_that_a_plugin_makes_change_no_name(tmp_path, monkeypatch) -> None:
+    """Else a run with the plugin could be measured otherwise, and round otherwise."""
+    model = model_in(tmp_path)
+    name, whole = signature(model, BATCH), model.embeddings.tables
+    split = whole.split(lambda table: table == whole.groups[0].tables.tables[0].name)
+    assert len(split.groups) == 2
+    monkeypatch.setattr(model.embeddings, "tables", split)
+    assert signature(model, BATCH) == name
+    model.embeddings.close()
+
+
 def test_another_model_has_another_name(tmp_path) -> None:
     models = [model_in(tmp_path / name, name) for name in ("dlrm", "dlrm_dcn")]
     names = {signature(model, BATCH) for model in models}

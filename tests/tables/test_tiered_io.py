@@ -139,6 +139,8 @@ def test_memory_is_what_was_allocated(tmp_path, policy, store) -> None:
     planner = collection.planner
     arrays = [planner.where, planner.row_of_slot, collection.occupied.rows]
     arrays += [a for a in vars(planner.policy).values() if isinstance(a, np.ndarray)]
+    notes = planner.space.residents.notes
+    arrays += [] if notes is None else [notes.of_slot]
     slab = collection.layout.slab.weights, collection.layout.slab.state
     assert slab[0].shape[0] >= len(planner.slab_rows)
     held = sum(a.nbytes for a in arrays) + sum(t.nbytes for t in slab) + collection.store.overhead_bytes
