@@ -127,7 +127,8 @@ def main() -> int:
             for bound in options.bounds:
                 count = options.requests or own.requests
                 words = [f"requests={count}", f"warm={count * 3 // 4}", f"rounds={options.rounds}"]
-                words += [f"hydra.run.dir={name}/{case} {bound}".replace(" ", "_"), *own.trace]
+                label = f"{case} {bound}".replace(",", "").replace(" ", "_")  # a comma is Hydra's sweep
+                words += [f"hydra.run.dir={name}/{label}", *own.trace]
                 words += TAOBAO_TRACE if own.taobao else RETAIL_TRACE
                 rules = HISTORIES if own.taobao else RULES
                 found[case, bound] = replayed(run, package, words, [*knobs(bound, rules), *own.knobs])
@@ -201,7 +202,9 @@ def write(found: dict[tuple[str, float], dict[str, Any]], options: argparse.Name
         "machine": f"{len(os.sched_getaffinity(0))} cores of {environment()['cpu']}",
         "commit": "",
         "date": date.today().isoformat(),
-        "kept": f"medians of {options.rounds} passes in turn (lowest..highest); each pass was not kept",
+        "kept": "one pass of all requests; what each of them took was not kept"
+        if options.rounds == 1
+        else f"medians of {options.rounds} passes in turn (lowest..highest); each pass was not kept",
         "columns": columns,
         "rows": rows,
     }
