@@ -77,7 +77,7 @@ def publishing(options: argparse.Namespace, folder: Path) -> None:
             said = recipe(*QUIET, *size, own, f"hydra.run.dir={run}")
             steps = json.loads((run / "report.json").read_text())["throughput"]
             if number:
-                seconds.append(1e3 / steps["samples_per_second"] * 4096)
+                seconds.append(1e3 / steps["samples_per_second"] * 2048)
             copied = re.search(r"waited ([\d.]+) ms each for a copy, and ([\d.]+) ms", said)
             if copied and number:
                 copies.append(float(copied[1]))
@@ -89,7 +89,7 @@ def publishing(options: argparse.Namespace, folder: Path) -> None:
     counts = [sum(table["rows"] for table in own.values()) for own in rows]
     plain, fresh = (median(own) for own in found.values())
     print(
-        f"4,096 samples: {plain:.1f} ms without, {fresh:.1f} ms with a delta every {every} steps "
+        f"a step of 2,048 samples: {plain:.1f} ms without, {fresh:.1f} ms with a delta every {every} steps "
         f"({fresh / plain:.3f}); a copy {median(copies):.1f} ms, the longest {max(longest):.1f} ms, where "
         f"the longest step without took {max(longest_steps):.1f} ms; {median(counts):,.0f} rows a delta"
     )
