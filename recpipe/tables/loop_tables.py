@@ -108,7 +108,30 @@ class Loops:
         return [0, *np.unique(inner[inner > 0]).tolist(), features]
 
 
-class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+class _BesideLoops:
+    """A TBE whose lookups ``loops`` make where those are chosen, and else its other class."""
+
+    loops: Loops
+    _anchor: torch.Tensor
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sums of the features' bags, float32 [B, F * D]."""
+        if self.loops.make_lookups:
+            given = (self._anchor, self, indices, offsets, per_sample_weights)
+            made: torch.Tensor = _ByLoops.apply(*given)  # type: ignore[no-untyped-call]
+            return made
+        found: torch.Tensor = super().forward(  # type: ignore[misc]
+            indices, offsets, per_sample_weights
+        )
+        return found
+
+
+class LoopTables(_BesideLoops, SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
     """A TBE with loops beside FBGEMM's kernels (``Loops``). ``named``: FBGEMM's arguments."""
 
     def __init__(self, tables: TableSet, features_of: Sequence[int], **named: Any) -> None:
@@ -116,36 +139,13 @@ class LoopTables(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
         self.loops = Loops(tables, features_of, self, private_api.whole_state(self))
         self._anchor = torch.zeros(0, requires_grad=True)
 
-    def forward(
-        self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The sums of the features' bags, float32 [B, F * D]."""
-        if self.loops.make_lookups:
-            return _by_loops(self, indices, offsets, per_sample_weights)
-        found: torch.Tensor = super().forward(indices, offsets, per_sample_weights)
-        return found
 
-
-class LoopUpdates(OwnUpdates):
+class LoopUpdates(_BesideLoops, OwnUpdates):
     """Tables of an optimizer that FBGEMM does not fuse, with loops beside its lookup and recpipe's update."""
 
     def __init__(self, tables: TableSet, features_of: Sequence[int], **named: Any) -> None:
         super().__init__(tables.optimizer, features_of, **named)
         self.loops = Loops(tables, features_of, self, self.state)
-
-    def forward(
-        self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The sums of the features' bags, float32 [B, F * D]."""
-        if self.loops.make_lookups:
-            return _by_loops(self, indices, offsets, per_sample_weights)
-        return super().forward(indices, offsets, per_sample_weights)
 
 
 def _as_loops_take(weights: torch.Tensor) -> Any:
@@ -155,16 +155,6 @@ def _as_loops_take(weights: torch.Tensor) -> Any:
 
 def _array(factors: torch.Tensor | None) -> Any:
     return _UNWEIGHTED if factors is None else factors.numpy()
-
-
-def _by_loops(
-    tbe: LoopTables | LoopUpdates,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    factors: torch.Tensor | None,
-) -> torch.Tensor:
-    made: torch.Tensor = _ByLoops.apply(tbe._anchor, tbe, indices, offsets, factors)  # type: ignore[no-untyped-call]
-    return made
 
 
 class _ByLoops(torch.autograd.Function):
@@ -179,7 +169,7 @@ class _ByLoops(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        tbe: LoopTables | LoopUpdates,
+        tbe: _BesideLoops,
         indices: torch.Tensor,
         offsets: torch.Tensor,
         factors: torch.Tensor | None,
